@@ -1,0 +1,1 @@
+"""Copies between an engine's pages and the slots of a store."""
