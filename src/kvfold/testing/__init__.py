@@ -1,0 +1,4 @@
+"""What tests, the demo and benchmarks share: engines to drive, checkpoints, a virtual cluster.
+
+Nothing here is imported by the planner, the store or the connector.
+"""
