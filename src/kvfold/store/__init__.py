@@ -1,0 +1,1 @@
+"""The store of one machine: arena, index, policy, tiers, server and client."""
