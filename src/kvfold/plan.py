@@ -426,28 +426,29 @@ def _explain(plan: OffloadPlan) -> Iterator[str]:
         )
         if group.topology_bound:
             yield "  bound to this topology: some pages are kept whole per rank"
-        for first, last, layer in _alike(group.layers):
-            names = first.spec.name + (f" .. {last.spec.name}" if last is not first else "")
-            spec, placed = layer.spec, layer.placement
+        for alike in _alike(group.layers):
+            spec, placed = alike[0].spec, alike[0].placement
+            more = f" .. {alike[-1].spec.name} ({len(alike)} layers)" if len(alike) > 1 else ""
             yield (
-                f"  {names}: {spec.kind}, stage {placed.stage}, "
-                f"{len(placed.fragments)} x {spec.page_bytes:,} B per block, "
-                f"ranks {placed.fragments[0].owners} hold the first; {placed.reason}"
+                f"  {spec.name}{more}: {spec.kind}, stage {placed.stage}, "
+                f"{len(placed.fragments)} x {spec.page_bytes:,} B per block, owners of the first: "
+                f"{', '.join(map(str, placed.fragments[0].owners))}; {placed.reason}"
             )
     for warning in plan.warnings:
         yield f"warning: {warning}"
 
 
-def _alike(layers: Sequence[LayerPlan]) -> Iterator[tuple[LayerPlan, LayerPlan, LayerPlan]]:
-    """Yield (first, last, first) of each stretch of neighbours that read the same but for name."""
-    start = 0
-    for end in range(1, len(layers) + 1):
-        if end == len(layers) or _looks(layers[end]) != _looks(layers[start]):
-            yield layers[start], layers[end - 1], layers[start]
-            start = end
-
-
-def _looks(layer: LayerPlan) -> tuple[Any, ...]:
-    placed = layer.placement
-    owners = placed.fragments[0].owners
-    return layer.spec.kind, layer.spec.page_bytes, placed.stage, placed.reason, owners
+def _alike(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """Return `layers` gathered by what a person would read about them, in order of appearance."""
+    found: dict[object, list[LayerPlan]] = {}
+    for layer in layers:
+        placed = layer.placement
+        looks = (
+            layer.spec.kind,
+            layer.spec.page_bytes,
+            placed.stage,
+            placed.reason,
+            tuple(f.owners for f in placed.fragments),
+        )
+        found.setdefault(looks, []).append(layer)
+    return list(found.values())
