@@ -84,9 +84,17 @@ def llm_arguments(
         "seed": 0,
         "disable_log_stats": False,
     }
+    if _is_mla(Path(model)):
+        # vLLM 0.32's CPU kernel rotates MLA's strided keys wrongly, in a way that depends on how many
+        # tokens are computed at once: a prefix's bytes would change with what follows it.
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if connector is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(connector)
     return {**arguments, **(engine_args or {})}
+
+
+def _is_mla(model: Path) -> bool:
+    return "kv_lora_rank" in json.loads((model / "config.json").read_text())
 
 
 # ---------------------------------------------------------------- steps, in either kind of engine
