@@ -131,7 +131,9 @@ class CpuCopier:
                 (num_slots, *inner),
                 (SLOT_ALIGN_BYTES, slot_step, first.slot_stride, 1),
             )
-            sweeps.append(Sweep(first.block, pages, slots, len(series) * first.count * first.nbytes))
+            sweeps.append(
+                Sweep(first.block, pages, slots, len(series) * first.count * first.nbytes)
+            )
         return tuple(sweeps)
 
     @staticmethod

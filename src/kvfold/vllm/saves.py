@@ -1,0 +1,181 @@
+"""The worker's stores: ask the store, copy what this rank writes, commit, and report every job once.
+
+Jobs run one after another on a thread of their own, in the order of the scheduler's numbers. Whatever happens a job is reported, because
+the scheduler holds references to its source blocks until then; it is reported only when this worker no longer reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfold.errors import KvfoldError
+from kvfold.store.client import NO_ROOM, REFUSED, Verdicts
+from kvfold.vllm.messages import StoreOrder
+
+logger = logging.getLogger(__name__)
+
+COMMIT_EVERY = 8
+"""Chunks copied between two commits: published early without a message per chunk."""
+
+
+class JobClient(Protocol):
+    """The part of the store's client that stores need."""
+
+    def ask(
+        self,
+        job: int,
+        group: int,
+        namespace: bytes,
+        keys: bytes,
+        askers: int,
+        writers: NDArray[np.uint64],
+        audit: bytes = b"",
+        timeout_s: float = 10,
+    ) -> Verdicts: ...
+    def commit(self, job: int, indices: NDArray[np.uint32], ok: bool) -> None: ...
+
+
+class SaveSource(Protocol):
+    """How this rank's pages reach slots: rotations, writers, copies and audit records of the plan."""
+
+    rotations: int
+    writer_masks: NDArray[np.uint64]
+    """One mask of writing ranks per rotation."""
+    rank: int
+    world: int
+
+    def copy(self, connection: int, rotation: int, blocks: Sequence[int], offset: int) -> int: ...
+    def audit_records(self, blocks: NDArray[np.int32]) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A finished job; `conflicts` are fragments whose replicas differed in its audit."""
+
+    job: int
+    conflicts: tuple[int, ...] = ()
+
+
+@dataclass
+class SaveCounters:
+    """Totals of this worker; they never go down."""
+
+    jobs: int = 0
+    chunks_asked: int = 0
+    chunks_written: int = 0
+    bytes: int = 0
+    no_room: int = 0
+    dropped_jobs: int = 0
+
+
+class Saves:
+    """Runs the store jobs of one worker on a thread of its own."""
+
+    def __init__(
+        self,
+        source: SaveSource,
+        deadline_s: float,
+        *,
+        stored: Callable[[bytes, Sequence[int]], None] | None = None,
+    ) -> None:
+        self._source, self._deadline_s, self._stored = source, deadline_s, stored
+        self._jobs: SimpleQueue[tuple[StoreOrder, JobClient | None, int, Callable[[], None]] | None]
+        self._jobs = SimpleQueue()
+        self._reports: deque[SaveReport] = deque()
+        self._stopped = False
+        self.counters = SaveCounters()
+        self._thread = threading.Thread(target=self._run, name="kvfold-saves", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        order: StoreOrder,
+        client: JobClient | None,
+        connection: int,
+        computed: Callable[[], None],
+    ) -> None:
+        """Queue a job. `computed()` blocks until the step that wrote the source blocks is complete."""
+        self._jobs.put((order, client, connection, computed))
+
+    def take_reports(self) -> list[SaveReport]:
+        """Jobs ended since the last call, each exactly once."""
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
+
+    def close(self) -> None:
+        """Finish the running job, drop the queued ones and end the thread."""
+        self._stopped = True
+        self._jobs.put(None)
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            order, client, connection, computed = item
+            conflicts: tuple[int, ...] = ()
+            try:
+                if client is not None and not self._stopped:
+                    computed()
+                    conflicts = self._store(order, client, connection)
+                else:
+                    self.counters.dropped_jobs += 1
+            except KvfoldError as error:
+                self.counters.dropped_jobs += 1
+                logger.debug("kvfold: job %d dropped: %s", order.job, error)
+            except Exception:
+                self.counters.dropped_jobs += 1
+                logger.exception("kvfold: job %d failed", order.job)
+            self.counters.jobs += 1
+            self._reports.append(SaveReport(order.job, conflicts))
+
+    def _store(self, order: StoreOrder, client: JobClient, connection: int) -> tuple[int, ...]:
+        source = self._source
+        if self._stored is not None:
+            for i, blocks in enumerate(order.blocks.tolist()):
+                self._stored(order.keys[32 * i : 32 * i + 32], blocks)
+        rotations = np.frombuffer(order.keys, dtype=np.uint8)[::32] % source.rotations
+        verdicts = client.ask(
+            order.job,
+            0,
+            order.namespace,
+            order.keys,
+            (1 << source.world) - 1,
+            source.writer_masks[rotations],
+            source.audit_records(order.blocks) if order.audit else b"",
+            self._deadline_s,
+        )
+        self.counters.chunks_asked += len(rotations)
+        self.counters.no_room += int(np.count_nonzero(verdicts.offsets == np.uint64(NO_ROOM)))
+        mine = (source.writer_masks[rotations] >> np.uint64(source.rank)) & np.uint64(1) == 1
+        granted = np.flatnonzero((verdicts.offsets < np.uint64(REFUSED)) & mine)
+        committed = 0
+        try:
+            while committed < len(granted):
+                part = granted[committed : committed + COMMIT_EVERY]
+                for i in part.tolist():
+                    blocks, offset = order.blocks[i].tolist(), int(verdicts.offsets[i])
+                    self.counters.bytes += source.copy(
+                        connection, int(rotations[i]), blocks, offset
+                    )
+                client.commit(order.job, part.astype(np.uint32), True)
+                committed += len(part)
+        finally:
+            self.counters.chunks_written += committed
+            if committed < len(granted):
+                client.commit(order.job, granted[committed:].astype(np.uint32), False)
+        return tuple(verdicts.conflicts.tolist())
+
+
+def no_wait() -> None:
+    """`computed` for devices whose step is complete when `wait_for_save` runs (CPU)."""

@@ -1,0 +1,421 @@
+"""The scheduler's side: what a request may load, what a step should store, and whose blocks are held.
+
+Nothing here waits for the store and nothing loops over keys: lookups and tickets go to an I/O thread as joined bytes.
+
+A request's life: arrived -> looked up -> offered -> loading (ticket) -> running, stored chunk by chunk -> finished. After a failed load one
+more, shorter offer is made, then none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfold import identity
+from kvfold.errors import KvfoldError
+from kvfold.vllm.messages import NO_BLOCK, LoadOrder, StepOrders, StepResults, StoreOrder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_DEADLINE_S = 5.0
+"""The I/O thread gives up on a lookup after this; the request has long gone on without."""
+LOOKUP_FRESH_S = 0.5
+"""A lookup that found less than everything is repeated if the request is asked again this much later."""
+FREES_WAIT_S = 1.0
+"""How long running copies may make the scheduler wait for their blocks instead of preempting."""
+MIN_PIN_SHARE, MAX_PIN_SHARE = 0.05, 0.5
+
+
+class LookupClient(Protocol):
+    """The part of the store's client that the scheduler needs."""
+
+    store_id: str
+
+    def lookup(self, keys: bytes, timeout_s: float) -> bytes: ...
+    def open_ticket(
+        self, ticket: int, group: int, namespace: bytes, keys: bytes, readers: int
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Units of the one cache group, in tokens and blocks."""
+
+    tokens_per_hash: int
+    tokens_per_block: int
+    blocks_per_chunk: int
+    hash_bytes: int
+    world: int
+    num_blocks: int
+    max_step_tokens: int
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return self.tokens_per_block * self.blocks_per_chunk
+
+    @property
+    def hashes_per_chunk(self) -> int:
+        return self.tokens_per_chunk // self.tokens_per_hash
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """Blocks that jobs may hold: a share of the pool, but always one step's worth, as a
+        prompt's blocks must be held in the step that computes them."""
+        step = -(-self.max_step_tokens // self.tokens_per_block)
+        share = int(MIN_PIN_SHARE * self.num_blocks)
+        return min(int(MAX_PIN_SHARE * self.num_blocks), max(share, step))
+
+
+class _Request:
+    """What is known of one request."""
+
+    __slots__ = (
+        "asked_s", "epoch", "failures", "limit", "local_tokens", "looked_s", "next_chunk", "next_tokens",
+        "request", "ticket", "ticket_first", "tiers",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, first_tokens: int) -> None:
+        self.request = request
+        self.tiers: bytes | None = None
+        self.looked_s = 0.0
+        self.asked_s: float | None = None
+        self.epoch = b""
+        self.limit: int | None = None
+        self.failures = 0
+        self.local_tokens = 0
+        self.ticket: int | None = None
+        self.ticket_first = 0
+        self.next_chunk = 0
+        self.next_tokens = first_tokens
+
+
+@dataclass
+class _Job:
+    blocks: list[KVCacheBlock]
+    left: int
+    started_s: float
+
+
+@dataclass
+class SchedulerCounters:
+    """Totals of this engine; they never go down."""
+
+    lookups: int = 0
+    lookups_late: int = 0
+    offers: int = 0
+    loads: int = 0
+    tokens_offered: int = 0
+    load_failures: int = 0
+    chunks_scheduled: int = 0
+    chunks_dropped: int = 0
+
+
+class SchedulerSide:
+    """Decides offers and stores of one engine. All public methods run in the engine's loop."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        digest: bytes,
+        current: Callable[[], tuple[LookupClient, int] | None],
+        *,
+        lookup_wait_s: float,
+        audit_chunks: int,
+        audit_every: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.geometry, self._digest, self._current, self._clock = geometry, digest, current, clock
+        self._lookup_wait_s = lookup_wait_s
+        self._audit_left, self._audit_every = audit_chunks, audit_every
+        self.epoch = b""
+        self.namespace = identity.namespace(digest, 0, self.epoch)
+        self.enabled = True
+        self.pool: BlockPool | None = None
+        self.counters = SchedulerCounters()
+        self._requests: dict[str, _Request] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._pinned_blocks = 0
+        self._orders = StepOrders()
+        # Numbers of tickets and jobs never repeat, also not after a restart of the engine or the store.
+        self._tickets = itertools.count(time.time_ns())
+        self._job_numbers = itertools.count(time.time_ns())
+        self._jobs_made = 0
+        self._io: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run_io, name="kvfold-lookups", daemon=True)
+        self._thread.start()
+
+    # -- lookups -------------------------------------------------------------------------------
+
+    def _run_io(self) -> None:
+        while (task := self._io.get()) is not None:
+            try:
+                task()
+            except KvfoldError as error:
+                logger.debug("kvfold: %s", error)
+            except Exception:
+                logger.exception("kvfold: a lookup failed")
+
+    def _keys(self, hashes: Sequence[bytes], namespace: bytes) -> bytes:
+        return identity.chunk_keys(namespace, b"".join(hashes), self.geometry.hash_bytes)
+
+    def _chunk_hashes(
+        self, request: Request, first: int = 0, last: int | None = None
+    ) -> list[bytes]:
+        """The last block hash of each full chunk in [first, last): it covers all tokens before it."""
+        per = self.geometry.hashes_per_chunk
+        stop = len(request.block_hashes) if last is None else last * per
+        return list(request.block_hashes[first * per + per - 1 : stop : per])
+
+    def _look_up(self, state: _Request) -> None:
+        state.tiers, state.epoch = None, self.epoch
+        hashes, namespace = self._chunk_hashes(state.request), self.namespace
+        if not hashes:
+            state.tiers, state.looked_s = b"", self._clock()
+            return
+
+        def task() -> None:
+            tiers = b""
+            current = self._current()
+            try:
+                if current is not None:
+                    tiers = current[0].lookup(self._keys(hashes, namespace), LOOKUP_DEADLINE_S)
+            finally:
+                state.looked_s = self._clock()
+                state.tiers = tiers
+
+        self.counters.lookups += 1
+        self._io.put(task)
+
+    def on_new_request(self, request: Request) -> None:
+        """Start the lookup of a request that arrived."""
+        state = _Request(request, self.geometry.tokens_per_chunk)
+        self._requests[request.request_id] = state
+        if self.enabled and not request.skip_reading_prefix_cache:
+            self._look_up(state)
+
+    def offer(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond `local_tokens`; None: ask again in the next step."""
+        state = self._requests.get(request.request_id)
+        if state is None or not self.enabled or request.skip_reading_prefix_cache:
+            return 0
+        now = self._clock()
+        if state.epoch != self.epoch or self._is_stale(state, now):
+            self._look_up(state)
+            state.asked_s = None
+        if state.asked_s is None:
+            state.asked_s = now
+        if state.tiers is None:
+            if now - state.asked_s < self._lookup_wait_s and self._current() is not None:
+                return None
+            self.counters.lookups_late += 1
+            return 0
+        span = self.geometry.tokens_per_chunk
+        found = len(state.tiers) - len(state.tiers.lstrip(b"\x01\x02"))
+        # The engine needs a token to compute, and its own cache stops at whole blocks too.
+        chunks = min(found, (request.num_tokens - 1) // span)
+        if state.limit is not None:
+            chunks = min(chunks, state.limit)
+        state.next_chunk = max(state.next_chunk, chunks)
+        state.local_tokens = local_tokens
+        tokens = max(0, chunks * span - local_tokens)
+        self.counters.offers += tokens > 0
+        return tokens
+
+    def _is_stale(self, state: _Request, now: float) -> bool:
+        """Whether the answer is old and found less than everything: others may have stored since."""
+        tiers = state.tiers
+        return (
+            tiers is not None
+            and state.limit is None
+            and now - state.looked_s > LOOKUP_FRESH_S
+            and (not tiers or b"\x00" in tiers)
+            and len(state.request.block_hashes) >= self.geometry.hashes_per_chunk
+        )
+
+    def hit_tiers(self, request_id: str, tokens: int) -> tuple[int, int]:
+        """(host, disk) tokens of an offer of `tokens` that was accepted."""
+        state = self._requests.get(request_id)
+        if state is None or not state.tiers:
+            return tokens, 0
+        span = self.geometry.tokens_per_chunk
+        first = state.local_tokens // span
+        disk = state.tiers[first : first + -(-tokens // span)].count(1) * span
+        disk = min(disk, tokens)
+        return tokens - disk, disk
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def start_load(self, request: Request, blocks: Sequence[KVCacheBlock], tokens: int) -> None:
+        """The engine accepted an offer of `tokens`: open a ticket and order the load."""
+        g, state = self.geometry, self._requests[request.request_id]
+        local, end = state.local_tokens, state.local_tokens + tokens
+        first, last = local // g.tokens_per_chunk, -(-end // g.tokens_per_chunk)
+        table = np.full((last - first) * g.blocks_per_chunk, NO_BLOCK, dtype=np.int32)
+        skipped = first * g.blocks_per_chunk
+        for i in range(-(-local // g.tokens_per_block), -(-end // g.tokens_per_block)):
+            if not blocks[i].is_null:
+                table[i - skipped] = blocks[i].block_id
+        ticket = next(self._tickets)
+        keys = self._keys(self._chunk_hashes(request, first, last), self.namespace)
+        current = self._current()
+        if current is not None:
+            self._io.put(
+                partial(current[0].open_ticket, ticket, 0, self.namespace, keys, (1 << g.world) - 1)
+            )
+        state.ticket, state.ticket_first = ticket, first
+        self._orders.loads.append(
+            LoadOrder(
+                ticket,
+                request.request_id,
+                "" if current is None else current[0].store_id,
+                keys,
+                table.reshape(-1, g.blocks_per_chunk),
+            )
+        )
+        self.counters.loads += 1
+        self.counters.tokens_offered += tokens
+
+    # -- stores --------------------------------------------------------------------------------
+
+    def build_orders(self, scheduler_output: Any) -> StepOrders:
+        """The orders of this step: loads begun in it and chunks that it completes."""
+        if self.enabled:
+            tables = scheduler_output.kv_connector_block_state
+            for req_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+                state = self._requests.get(req_id)
+                if state is None:
+                    continue
+                computed = state.request.num_computed_tokens + new_tokens
+                if computed >= state.next_tokens:
+                    block_ids = tables.get_block_ids(req_id)
+                    if block_ids is not None:
+                        self._store(state, block_ids[0], computed)
+        orders, self._orders = self._orders, StepOrders()
+        return orders
+
+    def _store(self, state: _Request, block_ids: Sequence[int], computed: int) -> None:
+        """Order the store of the full chunks of a request that are not ordered yet."""
+        g, request = self.geometry, state.request
+        known = min(computed, request.num_tokens, len(request.block_hashes) * g.tokens_per_hash)
+        last = min(known // g.tokens_per_chunk, len(block_ids) // g.blocks_per_chunk)
+        room = (g.max_pinned_blocks - self._pinned_blocks) // g.blocks_per_chunk
+        first, last = state.next_chunk, min(last, state.next_chunk + max(0, room))
+        if first < last:
+            self._order(state, first, last, block_ids)
+            state.next_chunk = last
+        state.next_tokens = (state.next_chunk + 1) * g.tokens_per_chunk
+
+    def _order(self, state: _Request, first: int, last: int, block_ids: Sequence[int]) -> None:
+        assert self.pool is not None
+        g = self.geometry
+        ids: NDArray[np.int32] = np.array(
+            block_ids[first * g.blocks_per_chunk : last * g.blocks_per_chunk], dtype=np.int32
+        )
+        if (ids == 0).any():  # a hole: this request does not hold all of its blocks
+            return
+        blocks = [self.pool.blocks[i] for i in ids.tolist()]
+        self.pool.touch(blocks)
+        self._pinned_blocks += len(blocks)
+        job = next(self._job_numbers)
+        self._jobs[job] = _Job(blocks, g.world, self._clock())
+        self._jobs_made += 1
+        audit = self._audit_left > 0 or (
+            self._audit_every > 0 and self._jobs_made % self._audit_every == 0
+        )
+        self._audit_left -= last - first
+        keys = self._keys(self._chunk_hashes(state.request, first, last), self.namespace)
+        self._orders.stores.append(
+            StoreOrder(job, self.namespace, keys, ids.reshape(-1, g.blocks_per_chunk), audit)
+        )
+        self.counters.chunks_scheduled += last - first
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Order what could not be held before, as far as it can be now; forget the request."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None or state.ticket is not None or not self.enabled:
+            return
+        computed = min(
+            request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1)
+        )
+        if computed >= state.next_tokens:
+            self._store(state, block_ids, computed)
+            span = self.geometry.tokens_per_chunk
+            self.counters.chunks_dropped += max(0, computed // span - state.next_chunk)
+
+    def update(self, results: StepResults | None, finished_recving: set[str]) -> None:
+        """Take what the workers finished."""
+        if results is not None:
+            for req_id, failure in results.failures.items():
+                state = self._requests.get(req_id)
+                self.counters.load_failures += 1
+                if state is not None and state.ticket == failure.ticket:
+                    state.failures += 1
+                    first_lost = state.ticket_first + failure.index
+                    state.limit = first_lost if state.failures == 1 else 0
+                    # What was lost may be stored again when it has been recomputed.
+                    state.next_chunk = min(state.next_chunk, first_lost)
+                    state.next_tokens = (state.next_chunk + 1) * self.geometry.tokens_per_chunk
+            for job, count in results.jobs.items():
+                self._finish_job(job, count)
+        for req_id in finished_recving:
+            state = self._requests.get(req_id)
+            if state is not None:
+                state.ticket = None
+
+    def _finish_job(self, number: int, count: int) -> None:
+        job = self._jobs.get(number)
+        if job is None:
+            return
+        job.left -= count
+        if job.left <= 0:
+            assert self.pool is not None
+            del self._jobs[number]
+            self._pinned_blocks -= len(job.blocks)
+            self.pool.free_blocks(reversed(job.blocks))
+
+    @property
+    def jobs_running(self) -> int:
+        """Jobs whose source blocks are still held."""
+        return len(self._jobs)
+
+    def copies_may_free_blocks(self) -> bool:
+        """Whether waiting shortly is better than preempting: running copies hold blocks."""
+        if not self._jobs:
+            return False
+        oldest = next(iter(self._jobs.values()))
+        return self._clock() - oldest.started_s < FREES_WAIT_S
+
+    # -- invalidation --------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Nothing stored before may be served from now on, in any tier, by this engine."""
+        self.epoch = os.urandom(16)
+        self.namespace = identity.namespace(self._digest, 0, self.epoch)
+        self._orders.reset = True
+        for state in self._requests.values():
+            state.next_chunk, state.next_tokens = 0, self.geometry.tokens_per_chunk
+
+    def disable(self) -> None:
+        """Neither offer nor store anything any more (the audit found replicas that differ)."""
+        self.enabled = False
+
+    def close(self) -> None:
+        """End the I/O thread."""
+        self._io.put(None)
+        self._thread.join(timeout=LOOKUP_DEADLINE_S + 1)

@@ -1,0 +1,282 @@
+"""The worker's side: builds the plan with its peers, then runs loads and stores beside the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvfold import identity
+from kvfold.copy.cpu import CpuCopier, Sweep
+from kvfold.plan import OffloadPlan, PlanOptions
+from kvfold.store.client import Group
+from kvfold.vllm import translate
+from kvfold.vllm.link import Peer, StoreLink
+from kvfold.vllm.loads import Loads
+from kvfold.vllm.messages import Handshake, StepOrders, StepResults
+from kvfold.vllm.saves import Saves, no_wait
+from kvfold.vllm.settings import ConnectorSettings
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class DigestLog:
+    """Debugging: one line per stored and loaded chunk with a digest of all bytes this rank holds of it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"rank{rank}-{os.getpid()}.jsonl"
+        self._rank, self._lock = rank, threading.Lock()
+
+    def write(self, event: str, key: bytes, digest: str) -> None:
+        """Append a line: `event` is "store" or "load"."""
+        line = {"event": event, "rank": self._rank, "key": key.hex(), "digest": digest}
+        with self._lock, self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class ChunkCopies:
+    """The plan's runs for this rank, compiled against its pages and the arena of each connection."""
+
+    def __init__(
+        self, planned: OffloadPlan, rank: int, pages: Mapping[str, translate.LayerPages]
+    ) -> None:
+        self._group, self.rank, self.world = planned.groups[0], rank, planned.mesh.world_size
+        self._pages = dict(pages)
+        self.rotations = self._group.rotations
+        self.writer_masks: NDArray[np.uint64] = np.array(
+            [sum(1 << r for r in self._group.writers(i)) for i in range(self.rotations)],
+            dtype=np.uint64,
+        )
+        self._lock = threading.Lock()
+        self._compiled: dict[int, tuple[CpuCopier, tuple[Sweep, ...], list[tuple[Sweep, ...]]]] = {}
+        # Audits read pages only: an empty arena will do.
+        auditor = CpuCopier(self._pages, np.empty(self._group.slot_bytes, dtype=np.uint8))
+        self._audited = [
+            (owned.id, auditor.compile(owned.runs, self._group.slot_bytes))
+            for owned in self._group.audited(rank)
+        ]
+
+    def attach(self, connection: int, arena: memoryview) -> None:
+        """Compile the runs for a connection's arena; older arenas are let go."""
+        copier = CpuCopier(self._pages, arena)
+        size = self._group.slot_bytes
+        reads = copier.compile(self._group.reads(self.rank), size)
+        writes = [
+            copier.compile(self._group.writes(self.rank, i), size) for i in range(self.rotations)
+        ]
+        with self._lock:
+            # The one before may still be in use by copies that have not heard of its end.
+            kept = sorted(self._compiled)[-1:]
+            compiled = {number: self._compiled[number] for number in kept}
+            self._compiled = {**compiled, connection: (copier, reads, writes)}
+
+    def copy_in(self, connection: int, blocks: Sequence[int], offset: int) -> int:
+        """Fill this rank's pages from a slot; return bytes copied."""
+        copier, reads, _ = self._compiled[connection]
+        return copier.to_pages(reads, blocks, offset)
+
+    def copy(self, connection: int, rotation: int, blocks: Sequence[int], offset: int) -> int:
+        """Write this rank's part of a chunk into its slot; return bytes copied."""
+        copier, _, writes = self._compiled[connection]
+        return copier.to_slot(writes[rotation], blocks, offset)
+
+    def audit_records(self, blocks: NDArray[np.int32]) -> bytes:
+        """12 bytes per fragment that other ranks hold too: its id and a checksum over all chunks."""
+        records = bytearray()
+        for number, sweeps in self._audited:
+            state = xxhash.xxh3_64()
+            for row in blocks.tolist():
+                CpuCopier.checksum(sweeps, row, state)
+            records += number.to_bytes(4, "little") + state.intdigest().to_bytes(8, "little")
+        return bytes(records)
+
+    def page_digest(self, blocks: Sequence[int]) -> str:
+        """A digest of all bytes this rank holds of a chunk."""
+        copier = CpuCopier(self._pages, b"")
+        return copier.page_digest(blocks, [layer.spec.name for layer in self._group.layers])
+
+
+class WorkerSide:
+    """Loads and stores of one worker."""
+
+    def __init__(
+        self, config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
+    ) -> None:
+        self._config, self._kv_cache_config, self._settings = config, kv_cache_config, settings
+        self.handshake: Handshake | None = None
+        self._link: StoreLink | None = None
+        self._loads: Loads | None = None
+        self._saves: Saves | None = None
+        self._copies: ChunkCopies | None = None
+        self._digests: DigestLog | None = None
+        self._attached = -1
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Agree on the plan with the other workers and connect to the store.
+
+        Raises `PlanError` if workers differ, `StoreError` if the store cannot be started.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        tp = get_tp_group()
+        rank = tp.rank_in_group
+        record = translate.stage_record(
+            self._config,
+            self._kv_cache_config,
+            kv_caches,
+            PlanOptions(
+                blocks_per_chunk=self._settings.blocks_per_chunk,
+                tokens_per_hash=self._kv_cache_config.hash_block_size,
+            ),
+            rank,
+        )
+        planned = translate.build_plan(_gather(record, tp))
+        known = translate.build_identity(record, planned)
+        self.handshake = Handshake(json.dumps(record, sort_keys=True), planned.fingerprint)
+        self._copies = ChunkCopies(planned, rank, translate.pages(kv_caches, self._kv_cache_config))
+        if self._settings.digest_dir is not None:
+            self._digests = DigestLog(Path(self._settings.digest_dir), rank)
+        self._loads = Loads(
+            self._copies.copy_in, self._settings.load_deadline_s, loaded=self._recorder("load")
+        )
+        self._saves = Saves(
+            self._copies, self._settings.store_deadline_s, stored=self._recorder("store")
+        )
+        self._link = StoreLink(
+            store_settings(self._config, self._settings),
+            peer(self._config, "worker", rank, planned, known),
+            on_ready=self._loads.ready,
+            on_failed=self._loads.lost,
+            on_gone=self._loads.gone,
+        )
+        self._link.start()
+        self._client()
+        if rank == 0:
+            for warning in planned.warnings:
+                logger.warning("kvfold: %s", warning)
+
+    def _recorder(self, event: str):  # type: ignore[no-untyped-def]
+        if self._digests is None:
+            return None
+
+        def record(key: bytes, blocks: Sequence[int]) -> None:
+            assert self._digests is not None and self._copies is not None
+            if all(block >= 0 for block in blocks):
+                self._digests.write(event, key, self._copies.page_digest(blocks))
+
+        return record
+
+    def _client(self):  # type: ignore[no-untyped-def]
+        """The live client with its runs compiled, or (None, 0)."""
+        current = None if self._link is None else self._link.current
+        if current is None:
+            return None, 0
+        client, connection = current
+        if connection != self._attached:
+            assert self._copies is not None and client.arena is not None
+            self._copies.attach(connection, client.arena)
+            self._attached = connection
+        return client, connection
+
+    def start_loads(self, orders: StepOrders) -> None:
+        """Begin this step's loads; never waits."""
+        assert self._loads is not None
+        if orders.reset:
+            self._loads.reset()
+        if orders.loads:
+            client, connection = self._client()
+            for order in orders.loads:
+                self._loads.start(order, client, connection)
+
+    def submit_stores(self, orders: StepOrders) -> None:
+        """Queue this step's stores; called after its forward pass."""
+        assert self._saves is not None
+        if orders.stores:
+            client, connection = self._client()
+            for order in orders.stores:
+                self._saves.submit(order, client, connection, no_wait)
+
+    def take_loads(self) -> tuple[set[str], StepResults | None]:
+        """Requests whose loads ended, failed ones with their reason."""
+        if self._loads is None:
+            return set(), None
+        reports = self._loads.take_reports()
+        failures = {r.req_id: r.failure for r in reports if r.failure is not None}
+        return {r.req_id for r in reports}, StepResults(failures=failures) if failures else None
+
+    def take_stores(self) -> StepResults | None:
+        """Jobs that ended, each once."""
+        reports = [] if self._saves is None else self._saves.take_reports()
+        if not reports:
+            return None
+        conflicts = sorted({c for report in reports for c in report.conflicts})
+        return StepResults(jobs={r.job: 1 for r in reports}, conflicts=conflicts)
+
+    def close(self) -> None:
+        """Stop copying, then leave the store."""
+        for part in (self._loads, self._saves, self._link):
+            if part is not None:
+                part.close()
+        self._link = None
+
+
+def _gather(record: dict[str, object], group: object) -> list[dict[str, object]]:
+    """The records of all workers; unconditional, so that no rank waits for another."""
+    import torch.distributed as dist
+
+    gathered: list[dict[str, object]] = [{} for _ in range(group.world_size)]  # type: ignore[attr-defined]
+    if len(gathered) == 1:
+        return [record]
+    dist.all_gather_object(gathered, record, group=group.cpu_group)  # type: ignore[attr-defined]
+    return gathered
+
+
+def store_settings(config: VllmConfig, settings: ConnectorSettings):  # type: ignore[no-untyped-def]
+    """The store this engine uses; without a disk tier if its keys cannot be found again."""
+    from dataclasses import replace
+
+    assert config.kv_transfer_config is not None
+    store = settings.store(str(config.kv_transfer_config.engine_id))
+    if store.disk_path is not None and translate.random_hash_seed(config):
+        logger.warning(
+            "kvfold: block hashes are seeded at random (prefix_caching_hash_algo=%s), so nothing "
+            "stored can be found by another process: the disk tier is off. Set PYTHONHASHSEED or "
+            "use sha256.",
+            config.cache_config.prefix_caching_hash_algo,
+        )
+        return replace(store, disk_path=None, disk_bytes=0)
+    return store
+
+
+def peer(
+    config: VllmConfig, role: str, rank: int, planned: OffloadPlan, known: identity.Identity
+) -> Peer:
+    """How a process of this engine introduces itself to the store."""
+    assert config.kv_transfer_config is not None
+    group = planned.groups[0]
+    return Peer(
+        role,
+        str(config.kv_transfer_config.engine_id),
+        rank,
+        planned.mesh.world_size,
+        planned.fingerprint,
+        [
+            Group(
+                group.slot_bytes, group.chunk_bytes, identity.namespace(known.digest, 0), known.text
+            )
+        ],
+    )
