@@ -1,11 +1,11 @@
 """Tiny random checkpoints that a real engine loads, for tests and the demo.
 
-Weights are drawn from N(0, 0.15), norms stay at one. The spread matters: with an engine's own dummy
-weights (about 1e-3) a model gives the same tokens whatever is in its cache, and every tensor-parallel
-rank draws the same shard, so neither a wrong load nor a wrong fold would show.
+Weights are drawn from N(0, 0.15), norms stay at one. The spread matters: with an engine's own
+dummy weights (about 1e-3) a model gives the same tokens whatever is in its cache, and every
+tensor-parallel rank draws the same shard, so neither a wrong load nor a wrong fold would show.
 
-Every function returns a folder `<root>/<kind>-<digest>`, made once and then reused. The digest covers
-config, seed and recipe; a folder appears complete or not at all.
+Every function returns a folder `<root>/<kind>-<digest>`, made once and then reused. The digest
+covers config, seed and recipe; a folder appears complete or not at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The process behind `kvfold.testing.engines.Engine`: one engine, steps on stdin, answers on a pipe.
+"""The process behind `kvfold.testing.engines.Engine`: steps on stdin, answers on a pipe.
 
-Both ways one JSON object a line. The first line holds the arguments of `vllm.LLM`; every other line is
-a step. The end of stdin ends the engine.
+Both ways one JSON object a line. The first line holds the arguments of `vllm.LLM`; every other
+line is a step. The end of stdin ends the engine.
 """
 
 from __future__ import annotations

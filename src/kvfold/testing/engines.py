@@ -1,9 +1,9 @@
 """Drive real vLLM engines from tests and the demo: in this process, or as a process of their own.
 
-`Engine` is a child process that builds one `vllm.LLM` and then answers one step at a time, so a test can
-restart or kill things between steps (and during one). `run_engine` is the short form for a fixed list
-of steps. `local_engine` builds a TP1 engine inside this process, where a test can reach the
-connector and the cache tensors. All of them work with and without the kvfold connector.
+`Engine` is a child process that builds one `vllm.LLM` and then answers one step at a time, so a
+test can restart or kill things between steps, and during one. `run_engine` is the short form for a
+fixed list of steps. `local_engine` builds a TP1 engine inside this process, where a test can reach
+the connector and the cache tensors. All of them work with and without the kvfold connector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,8 +85,8 @@ def llm_arguments(
         "disable_log_stats": False,
     }
     if _is_mla(Path(model)):
-        # vLLM 0.32's CPU kernel rotates MLA's strided keys wrongly, in a way that depends on how many
-        # tokens are computed at once: a prefix's bytes would change with what follows it.
+        # vLLM 0.32's CPU kernel rotates MLA's strided keys wrongly, and differently for every
+        # number of tokens computed at once: a prefix's bytes would change with what follows it.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if connector is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(connector)
@@ -133,7 +133,7 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], **options: Any) -> dict
 
 
 def counters(llm: Any) -> dict[str, int]:
-    """Return vLLM's counters by name, without the prefix "vllm:"; labelled ones as "name/source"."""
+    """Return vLLM's counters by name without "vllm:"; those by source as "name/source"."""
     totals: dict[str, int] = {}
     for metric in llm.get_metrics():
         value = getattr(metric, "value", None)
@@ -202,8 +202,8 @@ def local_engine(
 ) -> Iterator[Any]:
     """Yield a TP1 `vllm.LLM` that runs in this process; several may follow one another.
 
-    The engine's parts: `llm.llm_engine.engine_core.engine_core` is the `EngineCore`, with `.scheduler`
-    (`.connector`) and `.model_executor.driver_worker`.
+    The engine's parts: `llm.llm_engine.engine_core.engine_core` is the `EngineCore`, with
+    `.scheduler` (`.connector`) and `.model_executor.driver_worker`.
     """
     saved = {name: os.environ.get(name) for name in engine_env()}
     os.environ.update(engine_env())
@@ -338,10 +338,8 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL the engine and its workers, and wait until the engine process is gone."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         if self._answers >= 0:
             os.close(self._answers)

@@ -15,6 +15,22 @@ from kvfold.testing.checkpoints import build_once
 
 _RECIPE = 1  # raise when what is written changes
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONFIG = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def smollm2(root: Path | str) -> Path:
@@ -50,9 +66,4 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _clean_config(config_class: Any, read: Any) -> Any:
-    names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings "
-        "rope_parameters bos_token_id eos_token_id pad_token_id"
-    ).split()
-    return config_class(**{name: getattr(read, name) for name in names})
+    return config_class(**{name: getattr(read, name) for name in _CONFIG})
