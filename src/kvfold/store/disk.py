@@ -1,7 +1,7 @@
 """The disk tier: chunks in slabs below one root folder, within a quota.
 
-The parts: `slabs` (bytes and checks), `slabtable` (whose slots are free), `rootfolder` (whose folder it is),
-`files` (the operating system). The format is docs/format.md.
+The parts: `slabs` (bytes and checks), `slabtable` (whose slots are free), `rootfolder` (whose
+folder it is), `files` (the operating system). The format is docs/format.md.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Found(NamedTuple):
 
 
 class DiskTier:
-    """Chunks in fixed-size slots of preallocated files below `root`, at most `quota_bytes` of files.
+    """Chunks in fixed-size slots of preallocated files below `root`, `quota_bytes` at most.
 
-    `add_class`, `slots`, `alloc`, `free` and `steal_candidate` are for the store's main thread and do no disk
-    I/O, except that `alloc` may remove an empty slab; everything else is for any thread. A slot must not be freed
-    while it is being written or read. Raises `StoreError` if the root cannot be had or holds less than the quota.
+    `add_class`, `slots`, `alloc`, `free` and `steal_candidate` are for the store's main thread and
+    do no disk I/O, except that `alloc` may remove an empty slab; everything else is for any thread.
+    A slot must not be freed while it is being written or read. Raises `StoreError` if the root
+    cannot be had or holds less than the quota.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class DiskTier:
         }
 
     def remember_namespace(self, digest: bytes, text: str) -> None:
-        """Keep a namespace's clear text (JSON, at most 1 MiB) beside the slabs. Raises `OSError`."""
+        """Keep a namespace's clear text (JSON, up to 1 MiB) beside the slabs. Raises `OSError`."""
         self._root.remember_text(digest, text)
 
     def namespaces(self) -> dict[bytes, str]:
@@ -124,7 +125,8 @@ class DiskTier:
     def add_class(self, slot_bytes: int) -> None:
         """Make slots of `slot_bytes`, a multiple of 4096, available.
 
-        Raises `StoreError` with the bytes needed if the quota cannot own a slab for every class added.
+        Raises `StoreError` with the bytes needed if the quota cannot own a slab for every class
+        added.
         """
         with self._lock:
             self._table.add_class(slot_bytes)
@@ -149,10 +151,10 @@ class DiskTier:
             self._table.free(slot)
 
     def steal_candidate(self, slot_bytes: int) -> list[int] | None:
-        """Return the slots in use of other classes that, once all freed, let this class grow by a slab.
+        """Return the slots of other classes that, once all freed, let this class grow by a slab.
 
-        They fill the slabs that are cheapest to drain, those of classes that nobody added first; no added class
-        loses its last slab. None if that is impossible, or the filesystem is full.
+        They fill the slabs that are cheapest to drain, those of classes that nobody added first; no
+        added class loses its last slab. None if that is impossible, or the filesystem is full.
         """
         with self._lock:
             if self._growth_paused():
@@ -167,8 +169,8 @@ class DiskTier:
     ) -> None:
         """Write a chunk into a slot from `alloc`.
 
-        `payload`: 1 to slot_bytes contiguous bytes, sent from where they lie if they begin on a page.
-        Raises `OSError`; then the slot holds nothing and is to be freed.
+        `payload`: 1 to slot_bytes contiguous bytes, sent from where they lie if they begin on a
+        page. Raises `OSError`; then the slot holds nothing and is to be freed.
         """
         payload = payload.cast("B")
         slab = self._table.slabs[slot >> INDEX_BITS]
@@ -176,12 +178,13 @@ class DiskTier:
         assert 1 <= len(payload) <= slab.shape.slot_bytes
         # The epoch is filled in when the slab is sure to exist.
         header = SlotHeader(b"", key, namespace, len(payload), sequence, slabs.checksum(payload))
+        epoch = slab.epoch
         try:
             self._write(slab, slot & INDEX_MASK, header, payload)
         except FileNotFoundError:
             # Removed by hand: all its chunks are gone, and the slab is made anew.
             with slab.making:
-                if slab.state is State.LIVE:
+                if slab.state is State.LIVE and slab.epoch == epoch:  # nobody has made it yet
                     slab.state = State.PLANNED
             self._write(slab, slot & INDEX_MASK, header, payload)
 
@@ -205,8 +208,9 @@ class DiskTier:
     def scan(self) -> Iterator[list[Found]]:
         """Read the slot headers that an earlier run left, a slab at a time.
 
-        What is found is in use from then on; the rest is free. Two slots may hold one key (docs/format.md, 3):
-        keep the one of the larger sequence and free the other. A chunk found while a newer one is in memory likewise.
+        What is found is in use from then on; the rest is free. Two slots may hold one key
+        (docs/format.md, 3): keep the one of the larger sequence and free the other. A chunk found
+        while a newer one is in memory likewise.
         """
         while True:
             with self._lock:
@@ -285,9 +289,9 @@ class DiskTier:
         if self.quota_bytes > free + own:
             raise StoreError(
                 f"disk {self._root.path}: a quota of {format_bytes(self.quota_bytes)}"
-                f" ({self.quota_bytes} bytes), but only {format_bytes(free + own)} ({free + own} bytes)"
-                f" to be had: {format_bytes(free)} free and {format_bytes(own)} in kvfold's slabs;"
-                " lower the quota or make room"
+                f" ({self.quota_bytes} bytes), but only {format_bytes(free + own)}"
+                f" ({free + own} bytes) to be had: {format_bytes(free)} free and"
+                f" {format_bytes(own)} in kvfold's slabs; lower the quota or make room"
             )
 
     def _read_headers(self, slab: Slab) -> list[Found]:
@@ -318,7 +322,7 @@ class DiskTier:
         self._retry_at_s = self._clock() + GROWTH_PAUSE_S
 
     def _make_room(self, slot_bytes: int) -> bool:
-        """Whether the class may have one more slab, after removing empty ones of others if need be."""
+        """Whether the class may have one more slab; removes empty ones of others for it."""
         if self._growth_paused():
             return False
         victims = self._table.victims(slot_bytes, self._table.empty_slabs())

@@ -1,7 +1,7 @@
 """The one door between the disk tier and the operating system.
 
-Every file operation of the tier goes through a `FileSystem`, so that a test can stand in the door and
-run out of space, fail, tear a write or drop what was not synced. All errors are `OSError`.
+Every file operation of the tier goes through a `FileSystem`, so that a test can stand in the door
+and run out of space, fail, tear a write or drop what was not synced. All errors are `OSError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FileSystem:
         os.close(fd)
 
     def pread(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
-        """Fill `parts` in order from `offset`; returns the bytes read, less at the end of the file."""
+        """Fill `parts` in order from `offset`; returns the bytes read, fewer at the file's end."""
         return os.preadv(fd, parts, offset)
 
     def pwrite(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
@@ -119,8 +119,8 @@ class _OpenFile:
 class OpenFiles:
     """Open descriptors by path, at most about `limit` of them, shared by threads.
 
-    A tier may have more slabs than a process may have descriptors. A descriptor is closed only when nobody
-    uses it, so that a number is never handed out twice under a running read.
+    A tier may have more slabs than a process may have descriptors. A descriptor is closed only when
+    nobody uses it, so that a number is never handed out twice under a running read.
     """
 
     def __init__(self, files: FileSystem, flags: int, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""The disk tier's root folder: whose it is, which format it has, and who holds it (docs/format.md, 1)."""
+"""The disk tier's root folder: whose it is, its format, and who holds it (docs/format.md, 1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMESPACE_NAME = re.compile(r"([0-9a-f]{64})\.json")
 
 
 class RootFolder:
-    """A root that this process has locked. Every failure to get there is a `StoreError` for people."""
+    """A root that this process has locked; any failure to get there is a `StoreError`."""
 
     def __init__(self, path: Path, files: FileSystem) -> None:
         self.path = path.resolve()
@@ -64,7 +64,7 @@ class RootFolder:
         return True
 
     def remember_text(self, digest: bytes, text: str) -> None:
-        """Keep the clear text (JSON, at most 1 MiB) of a namespace; writing it again changes nothing."""
+        """Keep the clear text (JSON, at most 1 MiB) of a namespace; again changes nothing."""
         if digest in self._known:
             return
         path = self.texts / f"{digest.hex()}.json"
@@ -79,7 +79,7 @@ class RootFolder:
         self._known.add(digest)
 
     def read_texts(self) -> dict[bytes, str]:
-        """Return the clear text of every namespace ever remembered here; unreadable files are left out."""
+        """Return digest -> clear text of the namespaces remembered here, less unreadable ones."""
         texts = {}
         for name in sorted(self._files.list(self.texts)):
             match = _NAMESPACE_NAME.fullmatch(name)
@@ -99,8 +99,8 @@ class RootFolder:
             yield
         except OSError as error:
             raise StoreError(
-                f"disk {self.path}: cannot be used ({error.strerror or error}): expected a folder that"
-                f" user {os.geteuid()} may create and write"
+                f"disk {self.path}: cannot be used ({error.strerror or error}): expected a folder"
+                f" that user {os.geteuid()} may create and write"
             ) from error
 
     def _own_folder(self, path: Path) -> None:
@@ -113,13 +113,13 @@ class RootFolder:
             raise StoreError(f"disk {path}: expected a folder")
         if found.st_uid != os.geteuid():
             raise StoreError(
-                f"disk {path}: belongs to user {found.st_uid}, expected user {os.geteuid()}: give kvfold a"
-                " folder of its own"
+                f"disk {path}: belongs to user {found.st_uid}, expected user {os.geteuid()}: give"
+                " kvfold a folder of its own"
             )
         if found.st_mode & 0o022:
             raise StoreError(
-                f"disk {path}: mode {stat.S_IMODE(found.st_mode):o} lets others write here, expected 700:"
-                f" run chmod 700 {path}"
+                f"disk {path}: mode {stat.S_IMODE(found.st_mode):o} lets others write here,"
+                f" expected 700: run chmod 700 {path}"
             )
 
     def _lock(self) -> int:
@@ -131,8 +131,8 @@ class RootFolder:
             holder = self._holder(fd)
             self._files.close(fd)
             raise StoreError(
-                f"disk {self.path}: in use by the store with pid {holder}: stop it, or give this store another"
-                " folder"
+                f"disk {self.path}: in use by the store with pid {holder}: stop it, or give this"
+                " store another folder"
             ) from None
         except BaseException:
             self._files.close(fd)
@@ -153,12 +153,13 @@ class RootFolder:
             with suppress(FileNotFoundError):
                 if self._files.list(self.slabs):
                     raise StoreError(
-                        f"disk {self.path}: has slabs but no file 'format': restore it or empty the folder"
+                        f"disk {self.path}: has slabs but no file 'format': restore it, or empty"
+                        " the folder"
                     ) from None
             write_file(self._files, path, FORMAT)
             return
         if found != FORMAT:
             raise StoreError(
-                f"disk {self.path}: format {found!r}, expected {FORMAT!r}: another version of kvfold wrote it;"
-                " empty the folder or give this store another one"
+                f"disk {self.path}: format {found!r}, expected {FORMAT!r}: another version of"
+                " kvfold wrote it; empty the folder or give this store another one"
             )

@@ -94,7 +94,7 @@ def valid_slot_bytes(slot_bytes: int) -> bool:
 
 
 def choose_shape(slot_bytes: int, quota_bytes: int) -> SlabShape:
-    """The shape of new slabs: as many slots as fit 64 MiB or an eighth of the quota, at least one."""
+    """The shape of new slabs: what fits 64 MiB or an eighth of the quota, at least one slot."""
     size = min(SLAB_SIZE_BYTES, quota_bytes // 8)
     count = (size - PAGE) // (PAGE + slot_bytes)
     return SlabShape(slot_bytes, min(max(count, 1), MAX_SLOT_COUNT))
@@ -149,7 +149,7 @@ def parse_slot_header(page: memoryview, slot_bytes: int) -> SlotHeader | None:
 
 
 class _Scratch(threading.local):
-    """Aligned pages per thread: a header to write (its end stays zero), one read, a payload's end."""
+    """Aligned pages per thread: a header to write (zero at its end), one read, a payload's end."""
 
     def __init__(self) -> None:
         pages = memoryview(mmap.mmap(-1, 3 * PAGE))
@@ -176,7 +176,8 @@ def write_slot(
 ) -> None:
     """Write header and payload in one call; `header.checksum` is that of `payload`.
 
-    `payload` is sent from where it lies if it begins on a page. Raises `OSError`, also if the write was short.
+    `payload` is sent from where it lies if it begins on a page. Raises `OSError`, also if the write
+    was short.
     """
     if not _is_aligned(payload):
         copy = aligned_buffer(len(payload))
@@ -201,8 +202,9 @@ def read_slot(
 ) -> ReadOutcome:
     """Read header and payload in one call and check them against `wanted`.
 
-    Of `wanted` the epoch, key, namespace and payload length count. `out` has `wanted.payload_bytes` bytes and is
-    filled where it lies if it begins on a page; unless the outcome is OK its content is arbitrary.
+    Of `wanted` the epoch, key, namespace and payload length count. `out` has `wanted.payload_bytes`
+    bytes and is filled where it lies if it begins on a page; unless the outcome is OK its content
+    is arbitrary.
     """
     target = out if _is_aligned(out) else aligned_buffer(len(out))
     whole = len(target) // PAGE * PAGE
@@ -236,5 +238,5 @@ def _compare(header: SlotHeader | None, wanted: SlotHeader, arrived_bytes: int) 
 
 
 def read_page(files: FileSystem, fd: int, offset: int) -> memoryview:
-    """Return the page at `offset`, shorter at the end of the file; valid until this thread reads again."""
+    """Return the page at `offset`, or what there is of it; valid until this thread reads again."""
     return _scratch.arrived[: files.pread(fd, [_scratch.arrived], offset)]

@@ -54,6 +54,11 @@ class Slab:
         self.taken = bytearray(count)
         self.free = [] if self.state is State.UNSCANNED else list(range(count - 1, -1, -1))
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known which of its slots are in use, and all of them may be."""
+        return self.state in (State.PLANNED, State.LIVE)
+
     def used_slots(self) -> list[int]:
         base = self.number << INDEX_BITS
         return [base | index for index, taken in enumerate(self.taken) if taken]
@@ -71,8 +76,8 @@ class SizeClass:
 class SlabTable:
     """Slabs of several slot sizes whose lengths together stay within `quota_bytes`.
 
-    A slot is `slab number << 20 | index`. Slot sizes other than those of `add_class` exist only through slabs
-    of earlier runs, which anybody may take.
+    A slot is `slab number << 20 | index`. Slot sizes other than those of `add_class` exist only
+    through slabs of earlier runs, which anybody may take.
     """
 
     def __init__(self, folder: Path, quota_bytes: int) -> None:
@@ -82,10 +87,10 @@ class SlabTable:
         self.next_number = 0
         self._folder = folder
         self._classes: dict[int, SizeClass] = {}
-        self._empty: dict[int, Slab] = {}  # live, no slot in use
+        self._empty: dict[int, Slab] = {}  # settled, no slot in use
 
     def add_class(self, slot_bytes: int) -> None:
-        """Want slots of `slot_bytes`. Raises `StoreError` with the bytes needed for a slab of every class."""
+        """Want slots of `slot_bytes`; `StoreError` if not every class can own a slab."""
         if not valid_slot_bytes(slot_bytes):
             expected = f"a multiple of {PAGE} from {PAGE} to {MAX_SLOT_BYTES}"
             raise ConfigError("slot_bytes", slot_bytes, expected)
@@ -93,8 +98,8 @@ class SlabTable:
         wanted = [c.shape.length_bytes for c in self._classes.values() if c.wanted or c is own]
         if sum(wanted) > self.quota_bytes:
             raise StoreError(
-                f"disk {self._folder.parent}: a quota of {self.quota_bytes} bytes cannot hold a slab for each"
-                f" of {len(wanted)} slot sizes: needs at least {sum(wanted)} bytes"
+                f"disk {self._folder.parent}: a quota of {self.quota_bytes} bytes cannot hold a"
+                f" slab for each of {len(wanted)} slot sizes: needs at least {sum(wanted)} bytes"
             )
         own.wanted = True
 
@@ -131,17 +136,17 @@ class SlabTable:
             self._sort_in(slab)
 
     def victims(self, slot_bytes: int, candidates: Iterable[Slab]) -> list[Slab] | None:
-        """The live slabs of other classes to give up so that this class may grow by a slab.
+        """The slabs of other classes to give up so that this class may grow by a slab.
 
-        Those of unwanted classes first, then those with fewest slots in use; no wanted class loses its last. Empty
-        if the quota has room as it is, None if the candidates do not suffice.
+        Those of unwanted classes first, then those with fewest slots in use; no wanted class loses
+        its last. Empty if the quota has room as it is, None if the candidates do not suffice.
         """
         own = self._classes[slot_bytes]
         needed = own.shape.length_bytes + self._reserve(own)
         missing = needed + self.slab_bytes - self.quota_bytes
         if missing <= 0:
             return []
-        others = [s for s in candidates if s.state is State.LIVE and self._class_of(s) is not own]
+        others = [s for s in candidates if s.settled and self._class_of(s) is not own]
         others.sort(key=lambda s: (self._class_of(s).wanted, s.used, s.number))
         left = {size: known.slabs for size, known in self._classes.items()}
         chosen = []
@@ -229,7 +234,7 @@ class SlabTable:
             roomy[slab.number] = slab
         else:
             roomy.pop(slab.number, None)
-        if slab.state is State.LIVE and not slab.used:
+        if slab.settled and not slab.used:
             self._empty[slab.number] = slab
         else:
             self._empty.pop(slab.number, None)
