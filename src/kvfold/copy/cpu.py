@@ -1,9 +1,10 @@
 """Copies between pages in host memory and slots of the arena.
 
-A chunk's runs are few kinds of the same thing repeated for every layer. `CpuCopier.compile` folds runs that follow each
-other at constant distances into *sweeps*: three-dimensional strided views of the page memory and of the arena. Copying one
-block of a chunk is then one `numpy.copyto` per sweep, a single call without the interpreter lock for all layers, so that
-it keeps memcpy's speed beside a busy Python thread (a Python loop of small copies falls to a quarter there).
+A chunk's runs are few kinds of the same thing repeated for every layer. `CpuCopier.compile` folds
+runs that follow each other at constant distances into *sweeps*: three-dimensional strided views of
+the page memory and of the arena. Copying one block of a chunk is then one `numpy.copyto` per sweep,
+a single call without the interpreter lock for all layers, so that it keeps memcpy's speed beside a
+busy Python thread (a Python loop of small copies falls to a quarter there).
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class RunLike(Protocol):
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Where one layer's pages lie: page of block b = memory[offset + b * block_stride:][:page_bytes]."""
+    """Where one layer's pages lie: page of block b = memory[offset + b *
+    block_stride:][:page_bytes].
+    """
 
     memory: Bytes
     offset: int
@@ -57,7 +60,9 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Views indexed by block (pages) and by slot number (slots): same shape (layers, pieces, bytes)."""
+    """Views indexed by block (pages) and by slot number (slots): same shape (layers, pieces,
+    bytes).
+    """
 
     block: int
     pages: Bytes
@@ -110,7 +115,7 @@ class CpuCopier:
         self._arena: Bytes = np.frombuffer(arena, dtype=np.uint8)
 
     def compile(self, runs: Sequence[RunLike], slot_bytes: int) -> tuple[Sweep, ...]:
-        """Fold `runs` of a chunk into sweeps. Raises ValueError for a run outside its page or slot."""
+        """Fold a chunk's `runs` into sweeps. Raises ValueError for a run outside page or slot."""
         for run in runs:
             page_end = run.page_offset + (run.count - 1) * run.page_stride + run.nbytes
             slot_end = run.slot_offset + (run.count - 1) * run.slot_stride + run.nbytes
@@ -138,7 +143,9 @@ class CpuCopier:
 
     @staticmethod
     def to_slot(sweeps: Iterable[Sweep], blocks: Sequence[int], offset: int) -> int:
-        """Copy the pages of `blocks` (block ids of the chunk) to the slot at `offset`; return bytes copied."""
+        """Copy the pages of `blocks` (block ids of the chunk) to the slot at `offset`; return bytes
+        copied.
+        """
         slot, copied = offset // SLOT_ALIGN_BYTES, 0
         for sweep in sweeps:
             np.copyto(sweep.slots[slot], sweep.pages[blocks[sweep.block]])
@@ -147,7 +154,9 @@ class CpuCopier:
 
     @staticmethod
     def to_pages(sweeps: Iterable[Sweep], blocks: Sequence[int], offset: int) -> int:
-        """Copy the slot at `offset` to the pages of `blocks`; blocks with a negative id are skipped."""
+        """Copy the slot at `offset` to the pages of `blocks`; blocks with a negative id are
+        skipped.
+        """
         slot, copied = offset // SLOT_ALIGN_BYTES, 0
         for sweep in sweeps:
             block = blocks[sweep.block]
@@ -158,12 +167,14 @@ class CpuCopier:
 
     @staticmethod
     def checksum(sweeps: Iterable[Sweep], blocks: Sequence[int], state: Any) -> None:
-        """Feed the page bytes of `blocks` that `sweeps` cover into the hash `state`, in slot order."""
+        """Feed the bytes of `blocks` that `sweeps` cover into the hash `state`, in slot order."""
         for sweep in sweeps:
             state.update(np.ascontiguousarray(sweep.pages[blocks[sweep.block]]))
 
     def page_digest(self, blocks: Sequence[int], layers: Iterable[str]) -> str:
-        """xxh3_128 over the whole pages of `blocks`, layer by layer: all bytes this rank holds of a chunk."""
+        """xxh3_128 over the whole pages of `blocks`, layer by layer: all bytes this rank holds of a
+        chunk.
+        """
         state = xxhash.xxh3_128()
         for name in layers:
             at = self.pages[name]

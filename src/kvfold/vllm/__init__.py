@@ -1,4 +1,6 @@
-"""kvfold's connector for vLLM: `kv_connector_module_path="kvfold.vllm"`, `kv_connector="KvfoldConnector"`."""
+"""kvfold's connector for vLLM: `kv_connector_module_path="kvfold.vllm"`,
+`kv_connector="KvfoldConnector"`.
+"""
 
 from kvfold.vllm.connector import KvfoldConnector
 

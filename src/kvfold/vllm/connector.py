@@ -1,6 +1,8 @@
-"""`KvfoldConnector`: vLLM's connector interface, delegating to the scheduler's or the worker's side.
+"""`KvfoldConnector`: vLLM's connector interface, delegating to the scheduler's or the worker's
+side.
 
-Nothing kvfold does may fail a request: after start-up every call into our sides is guarded; an error is logged and counts as a miss.
+Nothing kvfold does may fail a request: after start-up every call into our sides is guarded; an
+error is logged and counts as a miss.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _local_workers: dict[str, WorkerSide] = {}
-"""Workers of this process by engine: an in-process engine is not stepped between calls, so its scheduler side collects their results itself."""
+"""Workers of this process by engine: an in-process engine is not stepped between calls, so its
+scheduler side collects their results itself.
+"""
 
 
 class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
@@ -70,10 +74,11 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerSide(vllm_config, kv_cache_config, self._settings)
             _local_workers[self._engine] = self._worker
         elif transfer.kv_load_failure_policy != "recompute":
-            # The scheduler reads the policy right after building us. Its default fails a request whose load
-            # failed; a cache must not.
+            # The scheduler reads the policy right after building us. Its default fails a request
+            # whose load failed; a cache must not.
             logger.info(
-                "kvfold: kv_load_failure_policy=%s would fail requests on a failed load; using recompute",
+                "kvfold: kv_load_failure_policy=%s would fail requests on a failed load; "
+                "using recompute",
                 transfer.kv_load_failure_policy,
             )
             transfer.kv_load_failure_policy = "recompute"
@@ -194,7 +199,8 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             sum(layer.spec.page_bytes for layer in group.layers) * group.blocks_per_chunk * world
         )
         logger.info(
-            "kvfold: %d layers in chunks of %d tokens, %s each, stored once (TP copies: %s); host %s, disk %s\n%s",
+            "kvfold: %d layers in chunks of %d tokens, %s each, stored once (TP copies: %s); "
+            "host %s, disk %s\n%s",
             len(group.layers),
             group.tokens_per_chunk,
             format_bytes(group.slot_bytes),
@@ -255,8 +261,9 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             layers = sorted({self._fragments[i] for i in results.conflicts})
             if self._scheduler.enabled:
                 logger.error(
-                    "kvfold: ranks that should hold the same bytes do not, in layers %s. Nothing is stored or "
-                    "loaded any more by this engine; their number of KV heads is declared wrongly.",
+                    "kvfold: ranks that should hold the same bytes do not, in layers %s. "
+                    "Nothing is stored or loaded any more by this engine; their number of KV "
+                    "heads is declared wrongly.",
                     ", ".join(layers),
                 )
             self._scheduler.disable()

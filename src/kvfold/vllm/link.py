@@ -1,7 +1,7 @@
 """The connection of one engine process to the store: always there, though sometimes empty.
 
-A store that dies means misses, never a failed request: the link drops the dead client, tells whoever waits, and connects
-again in the background with growing pauses.
+A store that dies means misses, never a failed request: the link drops the dead client, tells
+whoever waits, and connects again in the background with growing pauses.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Peer:
 class StoreLink:
     """Holds the present `StoreClient`, or None, and replaces it when its store is gone.
 
-    `on_ready(client, ticket, indices, offsets)`, `on_failed(client, ticket, index, reason)` and `on_gone(client)` run on
-    the client's reader thread; `on_client(client)` runs before a new client is used.
+    `on_ready(client, ticket, indices, offsets)`, `on_failed(client, ticket, index, reason)` and
+    `on_gone(client)` run on the client's reader thread; `on_client(client)` runs before a new
+    client is used.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class StoreLink:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Connect for the first time. Raises `StoreError`: a store that cannot start is a start-up error."""
+        """Connect for the first time. Raises `StoreError`: a store that cannot start is a start-up
+        error.
+        """
         self._connect()
 
     @property

@@ -1,7 +1,8 @@
 """The worker's loads: copy announced slots into pages, acknowledge, and report once per request.
 
-One thread owns all state; everything else posts events to it. A load is reported failed only from this thread, so never
-while a copy of its own runs, and complete only after the store confirmed that its pins held throughout.
+One thread owns all state; everything else posts events to it. A load is reported failed only from
+this thread, so never while a copy of its own runs, and complete only after the store confirmed that
+its pins held throughout.
 
     ordered -> copying -> releasing -> reported complete
        \\________\\__________\\_________> reported failed (store gone, chunk lost, deadline, reset)
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 ACK_EVERY = 8
 """Chunks copied between two acknowledgements: frees windows early without a message per chunk."""
 MAX_EARLY = 1024
-"""Tickets announced before their order came; older ones are forgotten (their load then times out)."""
+"""Tickets announced before their order came; older ones are forgotten (their load then times out).
+"""
 
 
 class TicketClient(Protocol):

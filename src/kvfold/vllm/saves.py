@@ -1,14 +1,15 @@
-"""The worker's stores: ask the store, copy what this rank writes, commit, and report every job once.
+"""The worker's stores: ask the store, copy what this rank writes, commit, and report every job
+once.
 
-Jobs run one after another on a thread of their own, in the order of the scheduler's numbers. Whatever happens a job is reported, because
-the scheduler holds references to its source blocks until then; it is reported only when this worker no longer reads them.
+Jobs run one after another on a thread of their own, in the order of the scheduler's numbers.
+Whatever happens a job is reported, because the scheduler holds references to its source blocks
+until then; it is reported only when this worker no longer reads them.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class JobClient(Protocol):
 
 
 class SaveSource(Protocol):
-    """How this rank's pages reach slots: rotations, writers, copies and audit records of the plan."""
+    """How this rank's pages reach slots: the plan's rotations, writers, copies and audits."""
 
     rotations: int
     writer_masks: NDArray[np.uint64]
@@ -104,7 +105,7 @@ class Saves:
         connection: int,
         computed: Callable[[], None],
     ) -> None:
-        """Queue a job. `computed()` blocks until the step that wrote the source blocks is complete."""
+        """Queue a job. `computed()` blocks until the step that wrote its blocks is complete."""
         self._jobs.put((order, client, connection, computed))
 
     def take_reports(self) -> list[SaveReport]:

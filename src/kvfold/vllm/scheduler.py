@@ -1,9 +1,11 @@
-"""The scheduler's side: what a request may load, what a step should store, and whose blocks are held.
+"""The scheduler's side: what a request may load, what a step should store, and whose blocks are
+held.
 
-Nothing here waits for the store and nothing loops over keys: lookups and tickets go to an I/O thread as joined bytes.
+Nothing here waits for the store and nothing loops over keys: lookups and tickets go to an I/O
+thread as joined bytes.
 
-A request's life: arrived -> looked up -> offered -> loading (ticket) -> running, stored chunk by chunk -> finished. After a failed load one
-more, shorter offer is made, then none.
+A request's life: arrived -> looked up -> offered -> loading (ticket) -> running, stored chunk by
+chunk -> finished. After a failed load one more, shorter offer is made, then none.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ logger = logging.getLogger(__name__)
 LOOKUP_DEADLINE_S = 5.0
 """The I/O thread gives up on a lookup after this; the request has long gone on without."""
 LOOKUP_FRESH_S = 0.5
-"""A lookup that found less than everything is repeated if the request is asked again this much later."""
+"""A lookup that found less than everything is repeated if the request is asked again this much
+later.
+"""
 FREES_WAIT_S = 1.0
 """How long running copies may make the scheduler wait for their blocks instead of preempting."""
 MIN_PIN_SHARE, MAX_PIN_SHARE = 0.05, 0.5
@@ -86,8 +90,8 @@ class _Request:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_s", "epoch", "failures", "limit", "local_tokens", "looked_s", "next_chunk", "next_tokens",
-        "request", "ticket", "ticket_first", "tiers",
+        "asked_s", "epoch", "failures", "limit", "local_tokens", "looked_s", "next_chunk",
+        "next_tokens", "request", "ticket", "ticket_first", "tiers",
     )  # fmt: skip
 
     def __init__(self, request: Request, first_tokens: int) -> None:
@@ -152,7 +156,8 @@ class SchedulerSide:
         self._jobs: dict[int, _Job] = {}
         self._pinned_blocks = 0
         self._orders = StepOrders()
-        # Numbers of tickets and jobs never repeat, also not after a restart of the engine or the store.
+        # Numbers of tickets and jobs never repeat, also not after a restart of the engine or the
+        # store.
         self._tickets = itertools.count(time.time_ns())
         self._job_numbers = itertools.count(time.time_ns())
         self._jobs_made = 0
@@ -177,7 +182,7 @@ class SchedulerSide:
     def _chunk_hashes(
         self, request: Request, first: int = 0, last: int | None = None
     ) -> list[bytes]:
-        """The last block hash of each full chunk in [first, last): it covers all tokens before it."""
+        """The last block hash of each full chunk in [first, last): covers all tokens before it."""
         per = self.geometry.hashes_per_chunk
         stop = len(request.block_hashes) if last is None else last * per
         return list(request.block_hashes[first * per + per - 1 : stop : per])
@@ -238,7 +243,7 @@ class SchedulerSide:
         return tokens
 
     def _is_stale(self, state: _Request, now: float) -> bool:
-        """Whether the answer is old and found less than everything: others may have stored since."""
+        """Whether the answer is old and found less than all: others may have stored since."""
         tiers = state.tiers
         return (
             tiers is not None

@@ -44,7 +44,8 @@ class ConnectorSettings:
     audit_every: int = 256
     """Later on, one store job in this many is audited; 0: none."""
     digest_dir: str | None = None
-    """Debugging: record a digest of every rank's bytes per stored and loaded chunk in this folder."""
+    """Debugging: record a digest of every rank's bytes per stored and loaded chunk in this folder.
+    """
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -95,15 +96,15 @@ class ConnectorSettings:
                 prefix + "disk", self.disk, "the quota of the disk tier, as disk_path is set"
             )
 
-    def store(self, engine: str) -> StoreSettings:
-        """The settings of the store that `engine` uses."""
+    def store(self) -> StoreSettings:
+        """The settings of the store behind this connector."""
         return StoreSettings(
             host_bytes=parse_bytes("host", self.host),
             disk_path=None
             if self.disk_path is None
             else str(Path(self.disk_path).expanduser().absolute()),
             disk_bytes=parse_bytes("disk", self.disk),
-            store_name=f"engine-{engine}" if self.private else self.store_name,
+            store_name=self.store_name,
             private=self.private,
             runtime_dir=self.runtime_dir,
             linger_s=self.linger_s,

@@ -125,7 +125,7 @@ def _page_extent_bytes(page: torch.Tensor) -> int:
 
 
 def pages(kv_caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, LayerPages]:
-    """Where the pages of each layer of group 0 lie. All layers of one allocation share its memory."""
+    """Where each layer's pages lie, for group 0. Layers of one allocation share its memory."""
     memory: dict[int, Any] = {}
     found = {}
     for name, spec in layer_specs(config, 0).items():
@@ -152,7 +152,7 @@ def stage_record(
     options: PlanOptions,
     rank: int,
 ) -> dict[str, Any]:
-    """All that this worker knows and the plan needs, JSON-ready. Equal on all ranks but for `rank`."""
+    """What this worker knows and the plan needs, JSON-ready. Equal on all ranks but `rank`."""
     specs = layer_specs(kv_cache_config, 0)
     tp = config.parallel_config.tensor_parallel_size
     layers = []
@@ -214,7 +214,9 @@ def _model_fields(config: VllmConfig, layers: list[str]) -> dict[str, Any]:
 
 
 def _weights(config: VllmConfig) -> str:
-    """A digest of the weights as loaded; a model that is not on this disk counts by name and revision."""
+    """A digest of the weights as loaded; a model that is not on this disk counts by name and
+    revision.
+    """
     model = config.model_config
     if str(config.load_config.load_format) == "dummy":
         return f"dummy {model.seed}"

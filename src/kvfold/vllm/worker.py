@@ -1,4 +1,4 @@
-"""The worker's side: builds the plan with its peers, then runs loads and stores beside the model."""
+"""The worker's side: plan with the peers, then run loads and stores beside the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class DigestLog:
-    """Debugging: one line per stored and loaded chunk with a digest of all bytes this rank holds of it."""
+    """Debugging: one line per stored and loaded chunk with a digest of all bytes this rank holds of
+    it.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ class DigestLog:
 
 
 class ChunkCopies:
-    """The plan's runs for this rank, compiled against its pages and the arena of each connection."""
+    """The plan's runs for this rank, compiled for its pages and each connection's arena."""
 
     def __init__(
         self, planned: OffloadPlan, rank: int, pages: Mapping[str, translate.LayerPages]
@@ -95,7 +97,7 @@ class ChunkCopies:
         return copier.to_slot(writes[rotation], blocks, offset)
 
     def audit_records(self, blocks: NDArray[np.int32]) -> bytes:
-        """12 bytes per fragment that other ranks hold too: its id and a checksum over all chunks."""
+        """12 bytes per fragment that others hold too: its id, a checksum over all chunks."""
         records = bytearray()
         for number, sweeps in self._audited:
             state = xxhash.xxh3_64()
@@ -250,7 +252,7 @@ def store_settings(config: VllmConfig, settings: ConnectorSettings):  # type: ig
     from dataclasses import replace
 
     assert config.kv_transfer_config is not None
-    store = settings.store(str(config.kv_transfer_config.engine_id))
+    store = settings.store()
     if store.disk_path is not None and translate.random_hash_seed(config):
         logger.warning(
             "kvfold: block hashes are seeded at random (prefix_caching_hash_algo=%s), so nothing "
