@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,10 @@ class IdentityFields:
         if self.opaque and not self.group.get("topology_bound"):
             raise ConfigError("identity opaque", self.opaque, "nothing: all pages are understood")
 
+    def values(self) -> dict[str, Any]:
+        """Return all fields by name, as plain data."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
 
 def group_fields(group: GroupPlan) -> dict[str, Any]:
     """Return what a plan says about a group's bytes: spans, and per layer kind, heads and sizes.
@@ -131,13 +135,14 @@ def opaque_fields(
 
 
 def identity(
-    fields: Mapping[str, Any] | IdentityFields, notes: Mapping[str, Any] | None = None
+    given: Mapping[str, Any] | IdentityFields, notes: Mapping[str, Any] | None = None
 ) -> Identity:
-    """Return the identity of `fields`. `notes` (hash algorithm, seed, ...) stay in clear only.
+    """Return the identity of the `given` fields.
 
+    `notes` (hash algorithm, seed, ...) stay in clear and out of the digest.
     Raises `ConfigError` if a value has no JSON form, because its text would not be canonical.
     """
-    values = vars(fields) if isinstance(fields, IdentityFields) else fields
+    values = dict(given) if isinstance(given, Mapping) else given.values()
     text = _canonical_json({"fields": values, "notes": dict(notes or {})})
     return Identity(text, hashlib.sha256(_canonical_json(values).encode()).digest())
 
