@@ -110,7 +110,7 @@ def _fold(
 class CpuCopier:
     """Copies chunks between a rank's pages and the arena."""
 
-    def __init__(self, pages: dict[str, LayerPages], arena: memoryview | Bytes) -> None:
+    def __init__(self, pages: dict[str, LayerPages], arena: memoryview | Bytes | bytes) -> None:
         self.pages = pages
         self._arena: Bytes = np.frombuffer(arena, dtype=np.uint8)
 
@@ -180,5 +180,5 @@ class CpuCopier:
             at = self.pages[name]
             for block in blocks:
                 start = at.offset + block * at.block_stride
-                state.update(at.memory[start : start + at.page_bytes])
+                state.update(at.memory[start : start + at.page_bytes].data)
         return str(state.hexdigest())

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _local_workers: dict[str, WorkerSide] = {}
 """Workers of this process by engine: an in-process engine is not stepped between calls, so its
@@ -160,13 +158,13 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             raise PlanError("worker records", len(metadata), f"{world}, one of each worker")
         shakes = [shake for _, shake in sorted(metadata.items())]
         assert all(isinstance(shake, Handshake) for shake in shakes)
-        records = [json.loads(shake.record) for shake in shakes]  # type: ignore[attr-defined]
+        records = [json.loads(shake.record) for shake in shakes]
         planned = translate.build_plan(records)
         for (_, rank), shake in sorted(metadata.items()):
-            if shake.fingerprint != planned.fingerprint:  # type: ignore[attr-defined]
+            if shake.fingerprint != planned.fingerprint:
                 raise PlanError(
                     f"worker {rank} plan fingerprint",
-                    shake.fingerprint,  # type: ignore[attr-defined]
+                    shake.fingerprint,
                     f"{planned.fingerprint} as on the scheduler's side",
                 )
         known = translate.build_identity(records[0], planned)
@@ -325,7 +323,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             self._link.close()
 
 
-def _guarded(call: Callable[..., T], *args: Any, default: T | None = None) -> T | None:
+def _guarded(call: Callable[..., Any], *args: Any, default: Any = None) -> Any:
     """Run `call`; an exception is logged and becomes `default`, so that no request fails for it."""
     try:
         return call(*args)

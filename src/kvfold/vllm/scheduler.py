@@ -233,7 +233,7 @@ class SchedulerSide:
         span = self.geometry.tokens_per_chunk
         found = len(state.tiers) - len(state.tiers.lstrip(b"\x01\x02"))
         # The engine needs a token to compute, and its own cache stops at whole blocks too.
-        chunks = min(found, (request.num_tokens - 1) // span)
+        chunks = min(found, int(request.num_tokens - 1) // span)
         if state.limit is not None:
             chunks = min(chunks, state.limit)
         state.next_chunk = max(state.next_chunk, chunks)

@@ -83,7 +83,7 @@ def layer_specs(config: KVCacheConfig, group: int) -> dict[str, AttentionSpec]:
     return dict.fromkeys(config.kv_cache_groups[group].layer_names, spec)
 
 
-def _kind(name: str, spec: object) -> Any:
+def _kind(name: str, spec: Any) -> Any:
     if type(spec) is MLAAttentionSpec:
         return MLA
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
@@ -121,7 +121,7 @@ def _encoding(tensor: torch.Tensor, blocks: int, heads: int) -> Encoding:
 
 def _page_extent_bytes(page: torch.Tensor) -> int:
     last = sum((n - 1) * s for n, s in zip(page.shape, page.stride(), strict=True))
-    return (last + 1) * page.element_size()
+    return int((last + 1) * page.element_size())
 
 
 def pages(kv_caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, LayerPages]:

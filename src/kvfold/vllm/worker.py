@@ -6,18 +6,20 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from kvfold import identity
-from kvfold.copy.cpu import CpuCopier, Sweep
+from kvfold.copy.cpu import CpuCopier, LayerPages, Sweep
 from kvfold.plan import OffloadPlan, PlanOptions
-from kvfold.store.client import Group
+from kvfold.store.client import Group, StoreClient
+from kvfold.store.settings import StoreSettings
 from kvfold.vllm import translate
 from kvfold.vllm.link import Peer, StoreLink
 from kvfold.vllm.loads import Loads
@@ -53,9 +55,7 @@ class DigestLog:
 class ChunkCopies:
     """The plan's runs for this rank, compiled for its pages and each connection's arena."""
 
-    def __init__(
-        self, planned: OffloadPlan, rank: int, pages: Mapping[str, translate.LayerPages]
-    ) -> None:
+    def __init__(self, planned: OffloadPlan, rank: int, pages: Mapping[str, LayerPages]) -> None:
         self._group, self.rank, self.world = planned.groups[0], rank, planned.mesh.world_size
         self._pages = dict(pages)
         self.rotations = self._group.rotations
@@ -108,7 +108,7 @@ class ChunkCopies:
 
     def page_digest(self, blocks: Sequence[int]) -> str:
         """A digest of all bytes this rank holds of a chunk."""
-        copier = CpuCopier(self._pages, b"")
+        copier = CpuCopier(self._pages, np.empty(0, dtype=np.uint8))
         return copier.page_digest(blocks, [layer.spec.name for layer in self._group.layers])
 
 
@@ -171,25 +171,28 @@ class WorkerSide:
             for warning in planned.warnings:
                 logger.warning("kvfold: %s", warning)
 
-    def _recorder(self, event: str):  # type: ignore[no-untyped-def]
+    def _recorder(self, event: str) -> Callable[[bytes, Sequence[int]], None] | None:
+        """What writes digests of stored or loaded chunks, if they are wanted."""
         if self._digests is None:
             return None
 
         def record(key: bytes, blocks: Sequence[int]) -> None:
-            assert self._digests is not None and self._copies is not None
+            assert self._digests is not None
+            assert self._copies is not None
             if all(block >= 0 for block in blocks):
                 self._digests.write(event, key, self._copies.page_digest(blocks))
 
         return record
 
-    def _client(self):  # type: ignore[no-untyped-def]
+    def _client(self) -> tuple[StoreClient | None, int]:
         """The live client with its runs compiled, or (None, 0)."""
         current = None if self._link is None else self._link.current
         if current is None:
             return None, 0
         client, connection = current
         if connection != self._attached:
-            assert self._copies is not None and client.arena is not None
+            assert self._copies is not None
+            assert client.arena is not None
             self._copies.attach(connection, client.arena)
             self._attached = connection
         return client, connection
@@ -236,21 +239,17 @@ class WorkerSide:
         self._link = None
 
 
-def _gather(record: dict[str, object], group: object) -> list[dict[str, object]]:
+def _gather(record: dict[str, Any], group: Any) -> list[dict[str, Any]]:
     """The records of all workers; unconditional, so that no rank waits for another."""
     import torch.distributed as dist
 
-    gathered: list[dict[str, object]] = [{} for _ in range(group.world_size)]  # type: ignore[attr-defined]
-    if len(gathered) == 1:
-        return [record]
-    dist.all_gather_object(gathered, record, group=group.cpu_group)  # type: ignore[attr-defined]
+    gathered: list[dict[str, Any]] = [{} for _ in range(group.world_size)]
+    dist.all_gather_object(gathered, record, group=group.cpu_group)
     return gathered
 
 
-def store_settings(config: VllmConfig, settings: ConnectorSettings):  # type: ignore[no-untyped-def]
+def store_settings(config: VllmConfig, settings: ConnectorSettings) -> StoreSettings:
     """The store this engine uses; without a disk tier if its keys cannot be found again."""
-    from dataclasses import replace
-
     assert config.kv_transfer_config is not None
     store = settings.store()
     if store.disk_path is not None and translate.random_hash_seed(config):
