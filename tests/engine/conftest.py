@@ -1,0 +1,45 @@
+"""Fixtures for tests with a real engine. All of them need vLLM; without it they are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kvfold.testing.checkpoints import deepseek_mla, llama
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="session")
+def llama_kv1(checkpoints: Path) -> Path:
+    """Llama, 4 layers, one KV head: at TP2 both ranks hold the same cache."""
+    return llama(checkpoints, 1)
+
+
+@pytest.fixture(scope="session")
+def llama_kv2(checkpoints: Path) -> Path:
+    """Llama, 4 layers, two KV heads: at TP2 each rank holds its own."""
+    return llama(checkpoints, 2)
+
+
+@pytest.fixture(scope="session")
+def mla(checkpoints: Path) -> Path:
+    """DeepSeek-V2, 4 dense layers: at TP2 both ranks hold the same latents."""
+    return deepseek_mla(checkpoints)
+
+
+@pytest.fixture
+def engine_log(tmp_path: Path) -> Path:
+    """Where a test's engine processes write their output."""
+    return tmp_path / "engine.log"
