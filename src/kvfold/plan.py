@@ -247,11 +247,12 @@ class OffloadPlan:
 
         Rounded up to 4,096 once, at the end.
         """
-        widest_bytes = 0
-        for group in self.groups:
-            for stage in range(self.mesh.pp):
-                here = [la.spec for la in group.layers if la.placement.stage == stage]
-                widest_bytes = max(widest_bytes, sum(s.engine_page_bytes for s in here))
+        pages_bytes: dict[tuple[int, int], int] = {}
+        for group in self.groups:  # a draft split off its group still lies in the engine's
+            for layer in group.layers:
+                key = group.index, layer.placement.stage
+                pages_bytes[key] = pages_bytes.get(key, 0) + layer.spec.engine_page_bytes
+        widest_bytes = max(pages_bytes.values(), default=0)
         return round_up(widest_bytes * copies * self.options.blocks_per_chunk)
 
     def to_dict(self) -> dict[str, Any]:

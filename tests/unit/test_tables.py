@@ -165,6 +165,11 @@ def test_the_engines_slot_is_one_ranks_widest_group() -> None:
     assert result.engine_slot_bytes(1) == -(-3 * 64 * 1152 // 4096) * 4096
 
 
+def test_the_engines_slot_holds_a_draft_split_off_its_group() -> None:
+    result = plan([GroupSpec.of(0, mla("a")), GroupSpec.of(0, mla("b"), is_draft=True)], Mesh())
+    assert result.engine_slot_bytes(1) == 2 * 64 * 1152
+
+
 def test_a_chunk_does_not_depend_on_tp() -> None:
     """A canonical row that grows with TP made peers refuse each other."""
     sizes = set()
