@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from adapters import rows
 from rich.console import Console
 from rich.table import Table
 
@@ -37,11 +38,10 @@ def main() -> int:
         parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(known)}")
 
     console = Console()
-    sys.path.insert(0, str(HERE))
     figures: list[dict[str, Any]] = []
     failed: list[str] = []
     for name in names:
-        for row in importlib.import_module(f"bench_{name}").ROWS:
+        for row in rows(importlib.import_module(f"bench_{name}")):
             label = f"{name}: {row.__name__.replace('_', ' ')}"
             start = time.monotonic()
             with console.status(label):
