@@ -49,7 +49,7 @@ $(STAMP): requirements/engine.txt requirements/dev.txt pyproject.toml
 	    echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[2/4] engine (a minute or two; about 2 GB on disk)"
+	@echo "[2/4] engine (a minute or two; about 4 GB on disk)"
 	@$(PIP) -r requirements/engine.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	    $(PIP) --force-reinstall --index-url $(TORCH_CPU_INDEX) "$$(grep '^torch==' requirements/engine.txt)"
