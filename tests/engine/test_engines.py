@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.testing.checkpoints import prompt
+from kvfold.testing.checkpoints import llama, prompt
 from kvfold.testing.engines import Engine, EngineFailed, generate, local_engine, run_engine
 
 PROMPT = prompt(150)
@@ -67,3 +67,11 @@ def test_the_prefix_cache_hit_is_counted(llama_kv1: Path, engine_log: Path) -> N
 def test_a_failed_start_says_why(llama_kv1: Path, engine_log: Path) -> None:
     with pytest.raises(EngineFailed, match=r"max_model_len|model_max_length|max_position"):
         Engine(llama_kv1, log=engine_log, engine_args={"max_model_len": 1 << 20})
+
+
+def test_checkpoints_are_the_same_for_the_same_seed(tmp_path: Path, llama_kv1: Path) -> None:
+    again = llama(tmp_path, 1)
+    other = llama(tmp_path, 1, seed=1)
+    assert again.name == llama_kv1.name != other.name
+    weights = [(m / "model.safetensors").read_bytes() for m in (llama_kv1, again, other)]
+    assert weights[0] == weights[1] != weights[2]
