@@ -297,9 +297,15 @@ def test_a_slab_deleted_under_a_running_store_is_made_anew(
     tier = open_tier()
     slots = [store(tier, number) for number in range(4)]
     assert slots[3] >> 20 == 1  # so that the first slab is not open now
-    slab_paths(root)[0].unlink()
+    path = slab_paths(root)[0]
+    old = parse_slab_header(memoryview(path.read_bytes()[:PAGE]))
+    path.unlink()
     assert read(tier, 0, slots[0]) is ReadOutcome.CORRUPT_HEADER
     store(tier, 0, slots[0])
+    new = parse_slab_header(memoryview(path.read_bytes()[:PAGE]))
+    assert old is not None
+    assert new is not None
+    assert new.epoch != old.epoch
     assert read(tier, 0, slots[0]) is ReadOutcome.OK
     assert read(tier, 1, slots[1]) is not ReadOutcome.OK
     assert read(tier, 3, slots[3]) is ReadOutcome.OK

@@ -224,7 +224,18 @@ def test_a_class_may_take_slabs_that_were_drained(open_tier: Open) -> None:
     assert tier.used_bytes <= MIB
 
 
-def test_the_cheapest_slab_is_stolen_and_never_the_last(open_tier: Open) -> None:
+def test_the_slab_with_fewest_slots_in_use_is_stolen(open_tier: Open) -> None:
+    tier = open_tier(8 * MIB, SLOT, 2 * SLOT)
+    placed = fill(tier)
+    fill(tier, 2 * SLOT, 500)
+    fourth = [slot for slot in placed.values() if slot >> 20 == 3]
+    assert len(fourth) == 15
+    for slot in fourth[1:]:
+        tier.free(slot)
+    assert tier.steal_candidate(2 * SLOT) == fourth[:1]
+
+
+def test_the_last_slab_is_never_stolen(open_tier: Open) -> None:
     tier = open_tier(5 * (8192 + SLOT), SLOT, 2 * SLOT)  # one slot a slab
     placed = fill(tier)
     other = fill(tier, 2 * SLOT, 50)
@@ -242,6 +253,23 @@ def test_the_cheapest_slab_is_stolen_and_never_the_last(open_tier: Open) -> None
 
 
 def test_slabs_of_classes_nobody_wants_go_first(open_tier: Open) -> None:
+    tier = open_tier(8 * MIB, SLOT)
+    old = {slot for slot in fill(tier).values() if slot >> 20 < 3}
+    tier.close()
+    tier = open_tier(8 * MIB, 2 * SLOT, 4 * SLOT)
+    for item in scan(tier).values():
+        if item.slot not in old:
+            tier.free(item.slot)
+    fill(tier, 2 * SLOT)
+    wanted = tier.steal_candidate(4 * SLOT)  # its first slab was set aside
+    assert wanted == []
+    fill(tier, 4 * SLOT)
+    victims = tier.steal_candidate(4 * SLOT)
+    assert victims
+    assert set(victims) <= old  # though slabs of the class of 2 * SLOT hold fewer
+
+
+def test_a_class_nobody_wants_may_be_taken_whole(open_tier: Open) -> None:
     tier = open_tier(MIB, SLOT)
     old = fill(tier)
     tier.close()
