@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -97,9 +98,9 @@ class Verdicts:
 class Callbacks:
     """What a client calls from its own thread."""
 
-    on_ready: Callable[[int, NDArray[np.uint32], NDArray[np.uint64]], None]
-    on_failed: Callable[[int, int, str], None]
-    on_gone: Callable[[], None]
+    on_ready: Callable[[int, NDArray[np.uint32], NDArray[np.uint64]], None] = lambda *_: None
+    on_failed: Callable[[int, int, str], None] = lambda *_: None
+    on_gone: Callable[[], None] = lambda: None
 
 
 class StoreClient:
@@ -161,18 +162,31 @@ class StoreClient:
         folder = settings.runtime_path(engine)
         if start:
             folder = ensure_store(settings, engine, timeout_s)
+        hello = Hello(VERSION, role, engine, rank, world, fingerprint, list(groups))
+        return cls._open(folder, hello, Callbacks(on_ready, on_failed, on_gone), until_s)
+
+    @classmethod
+    def connect_tool(cls, folder: Path, timeout_s: float = 5.0) -> StoreClient:
+        """Connect to the store of a runtime folder, to ask it or to stop it. Raises `StoreGone`."""
+        hello = Hello(VERSION, "tool", "kvfold", 0, 1, "", [])
+        return cls._open(folder, hello, Callbacks(), time.monotonic() + timeout_s)
+
+    @classmethod
+    def _open(cls, folder: Path, hello: Hello, callbacks: Callbacks, until_s: float) -> StoreClient:
         sock = connect_socket(folder, max(0.1, until_s - time.monotonic()))
         frames: Frames[FromStore] = Frames(store_decoder)
         descriptors: list[int] = []
-        hello = Hello(VERSION, role, engine, rank, world, fingerprint, list(groups))
         try:
             sock.sendall(encode(hello))
             welcome = _receive_welcome(sock, frames, descriptors, until_s)
             arena = None
-            if role == "worker":
+            if hello.role == "worker":
                 if len(descriptors) != 1:
                     raise FormatError(f"the store sent {len(descriptors)} descriptors")
                 arena = map_arena(descriptors[0], welcome.arena_bytes)
+        except StoreGone:
+            sock.close()
+            raise
         except OSError as error:
             sock.close()
             raise StoreGone(f"the store in {folder} did not answer: {error}") from None
@@ -182,7 +196,7 @@ class StoreClient:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return cls(sock, frames, welcome, arena, Callbacks(on_ready, on_failed, on_gone))
+        return cls(sock, frames, welcome, arena, callbacks)
 
     @property
     def alive(self) -> bool:

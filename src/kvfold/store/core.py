@@ -18,7 +18,7 @@ from kvfold.errors import FormatError, StoreError, StoreRefused
 from kvfold.store.arena import Arena
 from kvfold.store.chunks import READY, ChunkTable, Ints, SlotClass
 from kvfold.store.core_clients import Client, Engine, Quarantine, Send
-from kvfold.store.core_disk import DiskQueue, Drained, Order
+from kvfold.store.core_disk import DiskQueue, Drained, Order, Sync
 from kvfold.store.core_status import report
 from kvfold.store.disk import DiskTier, Found, ReadOutcome
 from kvfold.store.jobs import JobBook
@@ -63,6 +63,7 @@ class StoreCore:
         clock: Callable[[], float],
         send: Send,
         stop: Callable[[], None] = lambda: None,
+        sync: Sync = lambda done: done(),
         pid: int = 0,
     ) -> None:
         self.store_id = secrets.token_hex(16)
@@ -71,7 +72,7 @@ class StoreCore:
         self.started_s = clock()
         self.table = ChunkTable(arena, disk)
         self.quarantine = Quarantine(self.table)
-        self.disk = DiskQueue(self.table, clock)
+        self.disk = DiskQueue(self.table, clock, sync)
         self.tickets = TicketBook(self.table, send, self.disk.read, settings.ticket_wait_s)
         self.jobs = JobBook(
             self.table, self.quarantine, send, self._published, settings.job_deadline_s

@@ -20,6 +20,9 @@ from kvfold.store.disk import Found, ReadOutcome
 
 log = logging.getLogger("kvfold.store")
 
+# Makes what was written durable, and calls the function then.
+Sync = Callable[[Callable[[], None]], None]
+
 _PAUSE_AT_MOST_S = 60.0
 # Chunks over the bound: how many are remembered, and how many are queued at a time.
 _LATER_AT_MOST = 1 << 20
@@ -50,9 +53,10 @@ class Drained:
 class DiskQueue:
     """Orders for the disk threads, and what becomes of them."""
 
-    def __init__(self, table: ChunkTable, clock: Callable[[], float]) -> None:
+    def __init__(self, table: ChunkTable, clock: Callable[[], float], sync: Sync) -> None:
         self._table = table
         self._clock = clock
+        self._sync = sync
         self._reads: deque[int] = deque()
         self._writes: deque[int] = deque()
         self._queued_of: dict[int, int] = {}  # class number -> chunks queued or under way
@@ -160,8 +164,13 @@ class DiskQueue:
         if self.queued_writes or (self._later and not self.paused):
             return
         drains, self._drains = self._drains, []
+        if drains:
+            self._sync(lambda: self._report_drains(drains))
+
+    def _report_drains(self, drains: list[tuple[int, Callable[[Drained], None]]]) -> None:
+        host_only = len(self._host_only())
         for before, done in drains:
-            done(Drained(self.stored_chunks - before, len(self._host_only())))
+            done(Drained(self.stored_chunks - before, host_only))
 
     # ---- what comes out ---------------------------------------------------------------------
 

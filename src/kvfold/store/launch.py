@@ -7,6 +7,7 @@ keeps it for life: so there is one store per runtime folder, and a killed one le
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import select
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import kvfold
 from kvfold.errors import StoreError, StoreGone
-from kvfold.store.settings import StoreSettings, private_folder
+from kvfold.store.settings import StoreSettings, private_folder, runtime_base
 
 _POLL_S = 0.05
 _LOG_TAIL_BYTES = 2000
@@ -42,6 +43,18 @@ def connect_socket(folder: Path, timeout_s: float) -> socket.socket:
         sock.close()
         raise StoreGone(f"no store listens in {folder}: {error}") from None
     return sock
+
+
+def running_stores(name: str | None = None, runtime_dir: str | None = None) -> list[Path]:
+    """Runtime folders of this user's stores that listen, of that name or any."""
+    base = runtime_base(runtime_dir)
+    pattern = f"kvfold-{os.getuid()}-{'*' if name is None else glob.escape(name)}-*"
+    found: list[Path] = []
+    for folder in sorted(base.glob(pattern)):
+        with suppress(StoreGone):
+            connect_socket(folder, 1.0).close()
+            found.append(folder)
+    return found
 
 
 def try_lock(folder: Path) -> int | None:

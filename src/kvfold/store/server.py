@@ -57,7 +57,14 @@ class Server:
         self._had_clients = False
         core_settings = CoreSettings(job_deadline_s=settings.job_deadline_s)
         self.core = StoreCore(
-            arena, disk, core_settings, time.monotonic, self._send, self._stop, os.getpid()
+            arena,
+            disk,
+            core_settings,
+            time.monotonic,
+            self._send,
+            self._stop,
+            self._sync,
+            os.getpid(),
         )
         self._threads: DiskThreads | None = None
         if disk is not None:
@@ -150,6 +157,20 @@ class Server:
     def _stop(self) -> None:
         """The core has drained."""
         self._stop_now = True
+
+    def _sync(self, done: Callable[[], None]) -> None:
+        """Make what was written durable, on a disk thread, and run `done` in the loop."""
+        disk, threads = self._disk, self._threads
+        assert disk is not None
+        assert threads is not None
+
+        def run() -> None:
+            try:
+                disk.sync()
+            finally:
+                self._wakeup.put(done)
+
+        threads.call(run)
 
     def _say_goodbye(self) -> None:
         """Send what clients were promised, for a moment at most."""

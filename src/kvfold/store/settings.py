@@ -63,16 +63,10 @@ class StoreSettings:
 
     def runtime_path(self, engine: str = "") -> Path:
         """Folder of the store's lock, socket and log; a private store's is named by its engine."""
-        if self.runtime_dir is not None:
-            base = Path(self.runtime_dir)
-        elif os.environ.get("XDG_RUNTIME_DIR"):
-            base = Path(os.environ["XDG_RUNTIME_DIR"]) / "kvfold"
-        else:
-            base = Path("/tmp")
         name = f"kvfold-{os.getuid()}-{self.store_name}-{self.digest()}"
         if self.private:
             name += "-" + hashlib.sha256(engine.encode()).hexdigest()[:12]
-        return base / name
+        return runtime_base(self.runtime_dir) / name
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -89,6 +83,14 @@ class StoreSettings:
             raise ConfigError(
                 "settings", text[:200], f"JSON of a store's settings ({error})"
             ) from None
+
+
+def runtime_base(runtime_dir: str | None) -> Path:
+    """Where runtime folders are: as told, else the user's runtime folder, else /tmp."""
+    if runtime_dir is not None:
+        return Path(runtime_dir)
+    users = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(users) / "kvfold" if users else Path("/tmp")
 
 
 def private_folder(path: Path) -> Path:
