@@ -213,13 +213,25 @@ class ChunkTable:
             if slot >= 0:
                 slots.append(slot)
                 continue
+            tried = self._others_are_older([c.host_order for c in self.classes], cls)
+            if tried and self._steal_host(cls):
+                continue
             victims = cls.host_order.pop(count - len(slots), self._evictable)
             if len(victims):
                 slots.extend(self.host_slot[victims].tolist())
                 self._leave_host(victims)
-            elif not self._steal_host(cls):
+            elif tried or not self._steal_host(cls):
                 break
         return np.array(slots, np.int64)
+
+    @staticmethod
+    def _others_are_older(orders: list[Recency], cls: SlotClass) -> bool:
+        """Whether some other class holds what was used before anything of this class was."""
+        if len(orders) == 1:
+            return False
+        own = orders[cls.number].oldest_stamp()
+        stamps = (order.oldest_stamp() for order in orders)
+        return any(stamp is not None and (own is None or stamp < own) for stamp in stamps)
 
     def free_host(self, slots: Sequence[int] | Ints) -> None:
         """Give host slots back that belong to no entry."""
@@ -306,12 +318,15 @@ class ChunkTable:
         """A disk slot, free or of the least recently used chunk, or -1. Raises `OSError`."""
         assert self.disk is not None
         while (slot := self.disk.alloc(cls.slot_bytes)) < 0:
+            tried = self._others_are_older([c.disk_order for c in self.classes], cls)
+            if tried and self._steal_disk(cls):
+                continue
             victims = cls.disk_order.pop(1, self.disk_idle)
             if len(victims):
                 slot = int(self.disk_slot[victims[0]])
                 self._leave_disk(victims)
                 break
-            if not self._steal_disk(cls):
+            if tried or not self._steal_disk(cls):
                 break
         return slot
 

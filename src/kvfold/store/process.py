@@ -37,7 +37,7 @@ def run_started(folder: str, lock_fd: int, ready_fd: int, settings_json: str) ->
     except (KvfoldError, OSError) as error:
         tell(str(error))
         return 1
-    _serve(server, lambda: tell(None))
+    _serve(server, Path(folder), lambda: tell(None))
     return 0
 
 
@@ -50,7 +50,7 @@ def run_here(settings: StoreSettings, ready: Callable[[Path], None]) -> None:
         raise StoreError(f"a store runs already in {folder}{_pid_of(folder)}")
     try:
         server = make_server(settings, folder)
-        _serve(server, lambda: ready(folder))
+        _serve(server, folder, lambda: ready(folder))
     finally:
         os.close(lock)
 
@@ -76,14 +76,17 @@ def make_server(settings: StoreSettings, folder: Path) -> Server:
     return Server(settings, listener, arena, disk)
 
 
-def _serve(server: Server, ready: Callable[[], None]) -> None:
+def _serve(server: Server, folder: Path, ready: Callable[[], None]) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     server.install_signals()
     log.info("store %s runs as process %d", server.core.store_id, os.getpid())
     ready()
-    server.run()
+    try:
+        server.run()
+    finally:
+        (folder / "store.sock").unlink(missing_ok=True)
     log.info("stopped")
 
 
