@@ -42,13 +42,15 @@ class Identity(NamedTuple):
 class IdentityFields:
     """What must be equal for bytes to be interchangeable; all values JSON-ready.
 
-    `weights` is `weights_digest`, `text_config` the effective one after overrides, `rope` the
-    rope choice (LongRoPE depends on max_model_len), `kv_encoding` and `kv_scales` how rows are
-    quantised, `group` comes from `group_fields`. `opaque` is needed if and only if the group is
-    bound to its topology: `opaque_fields`. Raises `ConfigError` naming the field.
+    `weights` is `weights_digest`, `loading` how they are loaded (format, quantisation),
+    `text_config` the effective one after overrides, `rope` the rope choice (LongRoPE depends on
+    max_model_len), `kv_encoding` and `kv_scales` how rows are quantised, `group` comes from
+    `group_fields`. `opaque` is needed if and only if the group is bound to its topology:
+    `opaque_fields`. Raises `ConfigError` naming the field.
     """
 
     weights: str
+    loading: Mapping[str, Any]
     text_config: Mapping[str, Any]
     rope: Mapping[str, Any]
     dtype: str
@@ -63,7 +65,7 @@ class IdentityFields:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"identity {name}", value, "a non-empty text")
-        for name in ("text_config", "rope", "kv_scales", "group"):
+        for name in ("loading", "text_config", "rope", "kv_scales", "group"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"identity {name}", getattr(self, name), "a mapping")
         if not self.group.get("layers"):

@@ -51,6 +51,7 @@ def given(**changes: Any) -> IdentityFields:
         "dtype": "bfloat16",
         "kv_encoding": "auto",
         "kv_scales": {},
+        "loading": {"format": "auto", "quantization": None},
         "group": group_fields(group()),
     }
     return IdentityFields(**(fields | changes))
@@ -79,6 +80,7 @@ def test_notes_explain_but_do_not_separate() -> None:
         {"dtype": "float16"},
         {"kv_encoding": "fp8"},
         {"kv_scales": {"a": [1.0, 2.0]}},
+        {"loading": {"format": "auto", "quantization": "fp8"}},
         {"group": group_fields(group(blocks=2))},
         {"group": group_fields(group(attention(name="b")))},
         {"group": group_fields(group(attention(head_bytes=128)))},
@@ -143,6 +145,7 @@ def test_understood_pages_take_no_layout() -> None:
         ("text_config", "x"),
         ("rope", None),
         ("kv_scales", 1.0),
+        ("loading", "auto"),
         ("group", {}),
     ],
 )

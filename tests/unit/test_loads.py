@@ -140,6 +140,41 @@ def test_a_ticket_of_another_store_fails_at_once(bench, client, store):
     assert bench.reports()[0].failure.index == 0
 
 
+def test_a_load_that_starts_after_its_store_has_gone_fails_at_once(bench):
+    bench.loads.gone(1)
+    bench.start(connection=1)
+    assert bench.reports()[0].failure.index == 0
+
+
+def test_a_refused_ticket_is_ended_when_the_store_is_there_again(bench):
+    bench.start(client=None)
+    bench.reports()
+    other, same = Client("other"), Client("s")
+    bench.loads.connected(same)
+    bench.loads.connected(other)
+    bench.wait(lambda: same.done_for)
+    assert [t for t, _ in same.done_for] == [1]
+    assert other.done_for == []
+
+
+def test_a_client_that_raises_does_not_swallow_the_report(bench):
+    def broken(ticket, callback):
+        raise RuntimeError("broken")
+
+    bench.client.done = broken
+    bench.start()
+    bench.loads.lost(1, 1, 0, "lost")
+    assert bench.reports()[0].failure.reason == "lost"
+
+
+def test_the_arena_of_an_ended_connection_is_let_go_after_its_loads():
+    seen = []
+    loads = Loads(lambda *_: 1, 30.0, detach=seen.append)
+    loads.gone(4)
+    loads.close()
+    assert seen == [4]
+
+
 def test_no_progress_ends_at_the_deadline_at_the_first_missing_chunk():
     bench = Bench(deadline_s=0.2)
     try:

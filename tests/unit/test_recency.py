@@ -110,6 +110,15 @@ def test_a_popped_order_is_the_order_of_touches() -> None:
     assert order.pop(1).tolist() == []
 
 
+def test_entries_may_repeat_and_be_absent() -> None:
+    order = Recency(8)
+    order.touch(numbers([3, 1, 3, 3]))
+    assert len(order) == 2
+    order.drop(numbers([3, 3, 5]))
+    assert len(order) == 1
+    assert order.pop(8).tolist() == [1]
+
+
 def most_stale(order: Recency) -> int:
     return order._tail - order._head - len(order)
 

@@ -137,3 +137,15 @@ def test_digests_are_taken_of_every_offered_chunk():
         stored=lambda k, b: seen.append((k[0], tuple(b))),
     )
     assert seen == [(0, (20,)), (1, (21,))]
+
+
+def test_a_job_that_waited_too_long_is_dropped_unasked():
+    release, source, client = threading.Event(), Source(), Client([0])
+    saves = Saves(source, 0.05)
+    saves.submit(order([1], job=1), client, 3, release.wait)
+    saves.submit(order([1], job=2), client, 3, lambda: None)
+    time.sleep(0.1)
+    release.set()
+    saves.close()
+    assert [r.job for r in saves.take_reports()] == [1, 2]
+    assert [a[0] for a in client.asked] == [1]

@@ -305,6 +305,61 @@ def test_after_a_failure_one_shorter_offer_then_none(bench):
     assert len(orders.stores[0].blocks) == 4, "what was lost is stored again, from chunk 1 on"
 
 
+def test_each_worker_reports_the_same_failure_in_its_own_step():
+    bench = Bench(world=2)
+    try:
+        request = bench.arrive("a", 80, know=4)
+        assert bench.offer(request) == 4 * SPAN
+        bench.side.start_load(request, bench.tables["a"], 4 * SPAN)
+        (order,) = bench.step([]).loads
+        for index in (2, 3):
+            failure = LoadFailure(order.ticket, index, "lost")
+            bench.side.update(StepResults(failures={"a": failure}), set())
+        bench.side.update(None, {"a"})
+        assert bench.offer(request) == 2 * SPAN, "one failure, at the earlier chunk"
+    finally:
+        bench.close()
+
+
+def test_a_load_that_cannot_be_ordered_is_ordered_to_fail(bench, caplog):
+    request = bench.arrive("a", 80, know=4)
+    assert bench.offer(request) == 4 * SPAN
+    bench.side.start_load(request, bench.tables["a"][:2], 4 * SPAN)  # too few blocks: an error
+    (order,) = bench.step([]).loads
+    assert (order.req_id, order.store, len(order.blocks)) == ("a", "", 0)
+    failure = LoadFailure(order.ticket, 0, "the store is gone")
+    bench.side.update(StepResults(failures={"a": failure}), {"a"})
+    assert bench.offer(request) == 0
+    assert "could not be ordered" in caplog.text
+
+
+def test_a_store_that_cannot_be_ordered_holds_nothing(bench, caplog):
+    request = bench.arrive("a", 32)
+    request.block_hashes = [b"far too long to be a hash of a block" for _ in range(2)]
+    assert not bench.step([(request, 32)]).stores
+    assert bench.side.jobs_running == 0
+    assert used(bench.pool) == 2, "only the request's own"
+    assert "could not be ordered" in caplog.text
+
+
+def test_a_lookup_of_an_older_epoch_answers_nothing(bench):
+    bench.store.delay_s = 0.2
+    request = bench.arrive("a", 80, know=4)
+    time.sleep(0.05)  # the first lookup is on its way
+    bench.side.reset()
+    bench.know(request, range(2))
+    assert bench.side.offer(request, 0) is None
+    time.sleep(0.2)
+    assert bench.side.offer(request, 0) in (None, 2 * SPAN)
+
+
+def test_blocks_computed_before_a_reset_are_not_stored_after_it(bench):
+    request = bench.arrive("a", 80)
+    bench.step([(request, 40)])
+    bench.side.reset()
+    assert not bench.step([(request, 40)]).stores
+
+
 def test_a_failure_counts_from_the_first_chunk_of_its_ticket(bench):
     request = bench.arrive("a", 80, know=4)
     assert bench.offer(request, local=SPAN) == 3 * SPAN

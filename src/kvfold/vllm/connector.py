@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_local_workers: dict[str, WorkerSide] = {}
+_local_workers: WeakValueDictionary[str, WorkerSide] = WeakValueDictionary()
 """Workers of this process by engine: an in-process engine is not stepped between calls, so its
 scheduler side collects their results itself.
 """
@@ -211,7 +212,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Start the lookup of a request that arrived."""
         if self._scheduler is not None:
-            self._collect_local()
+            _guarded(self._collect_local)
             _guarded(self._scheduler.on_new_request, request)
 
     def get_num_new_matched_tokens(
@@ -244,15 +245,14 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         """The orders of this step."""
         if self._scheduler is None:
             return StepOrders()
-        return self._scheduler.build_orders(scheduler_output)
+        return self._scheduler.build_orders(scheduler_output)  # guards each request by itself
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers finished."""
         if self._scheduler is not None:
             results = connector_output.kv_connector_worker_meta
-            assert results is None or isinstance(results, StepResults)
-            self._scheduler.update(results, connector_output.finished_recving or set())
-            self._check_audit(results)
+            _guarded(self._scheduler.update, results, connector_output.finished_recving or set())
+            _guarded(self._check_audit, results)
 
     def _check_audit(self, results: StepResults | None) -> None:
         if results is not None and results.conflicts and self._scheduler is not None:
@@ -306,6 +306,9 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no store of an in-process engine runs any more; False if time ran out."""
+        worker = _local_workers.get(self._engine)
+        if worker is not None and self._scheduler is not None:
+            worker.submit_stores(StepOrders(stores=self._scheduler.take_stores()))
         deadline = time.monotonic() + timeout_s
         while self.has_pending_push_work() and time.monotonic() < deadline:
             self._collect_local()

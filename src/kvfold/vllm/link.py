@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfold.errors import KvfoldError
-from kvfold.store.client import Group, StoreClient
+from kvfold.store.client import Group, Role, StoreClient
 from kvfold.store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 10.0
 class Peer:
     """Who this process is, to the store."""
 
-    role: str
+    role: Role
     engine: str
     rank: int
     world: int
@@ -38,6 +37,7 @@ class Peer:
 class StoreLink:
     """Holds the present `StoreClient`, or None, and replaces it when its store is gone.
 
+    Connections are numbered; a number is never used again.
     `on_ready(client, ticket, indices, offsets)`, `on_failed(client, ticket, index, reason)` and
     `on_gone(client)` run on the client's reader thread; `on_client(client)` runs before a new
     client is used.
@@ -51,8 +51,9 @@ class StoreLink:
         on_ready: Callable[[int, int, NDArray[np.uint32], NDArray[np.uint64]], None] | None = None,
         on_failed: Callable[[int, int, int, str], None] | None = None,
         on_gone: Callable[[int], None] | None = None,
+        on_client: Callable[[StoreClient], None] | None = None,
     ) -> None:
-        self._settings, self._peer = settings, peer
+        self._settings, self._peer, self._on_client = settings, peer, on_client
         self._on_ready, self._on_failed, self._on_gone = on_ready, on_failed, on_gone
         self._generation = 0
         self._current: tuple[StoreClient, int] | None = None
@@ -107,14 +108,21 @@ class StoreLink:
             on_gone=lambda: self._lost(number),
         )
         with self._lock:
-            if not self._closed.is_set():
+            wanted = not self._closed.is_set()
+            if wanted:
                 self._current = (client, number)
-                return
-        client.close()
+        if not wanted:
+            client.close()
+            return
+        if self._on_client is not None:
+            self._on_client(client)
+        if not client.alive:  # it died before anybody was told that it is the present one
+            self._lost(number)
 
     def _lost(self, number: int) -> None:
         with self._lock:
-            if self._closed.is_set() or number != self._generation:
+            known = self._current is not None and self._current[1] == number
+            if self._closed.is_set() or not known:
                 return
             self._current = None
         if self._on_gone is not None:
@@ -128,7 +136,7 @@ class StoreLink:
         while not self._closed.wait(pause_s):
             try:
                 self._connect()
-            except (KvfoldError, OSError) as error:
+            except Exception as error:
                 logger.debug("kvfold: no store yet: %s", error)
                 pause_s = min(2 * pause_s, LAST_PAUSE_S)
             else:

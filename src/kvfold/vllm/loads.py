@@ -87,9 +87,13 @@ class Loads:
         deadline_s: float,
         *,
         loaded: Callable[[bytes, Sequence[int]], None] | None = None,
+        detach: Callable[[int], None] = lambda connection: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._copy, self._deadline_s, self._clock, self._loaded = copy, deadline_s, clock, loaded
+        self._detach = detach
+        self._gone_to = -1
+        self._refused: deque[tuple[str, int]] = deque(maxlen=MAX_EARLY)
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loads: dict[int, _Load] = {}
         self._early: OrderedDict[tuple[int, int], list[Callable[[], None]]] = OrderedDict()
@@ -118,6 +122,10 @@ class Loads:
         """The store of this connection is gone."""
         self._events.put(partial(self._gone, connection))
 
+    def connected(self, client: TicketClient) -> None:
+        """There is a store again: tell it of tickets that this worker had to refuse."""
+        self._events.put(partial(self._connected, client))
+
     def reset(self) -> None:
         """Everything begun before must not be served (the cache was reset)."""
         self._events.put(self._reset)
@@ -129,10 +137,14 @@ class Loads:
             reports.append(self._reports.popleft())
         return reports
 
-    def close(self) -> None:
-        """Stop copying and end the thread; unfinished loads are reported failed."""
+    def close(self) -> bool:
+        """Stop copying and end the thread; unfinished loads are reported failed.
+
+        Returns False if a copy still runs.
+        """
         self._events.put(None)
         self._thread.join(timeout=30)
+        return not self._thread.is_alive()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -146,7 +158,8 @@ class Loads:
                 break
             try:
                 event()
-                self._expire()
+                if self._events.empty():  # what is announced already is progress to come
+                    self._expire()
             except Exception:
                 logger.exception("kvfold: a load event failed")
         for load in list(self._loads.values()):
@@ -168,11 +181,12 @@ class Loads:
         now = self._clock()
         n = len(order.blocks)
         early = self._early.pop((connection, order.ticket), [])
-        if client is None or client.store_id != order.store:
-            self.counters.failed += 1
-            self._reports.append(
-                LoadReport(order.req_id, LoadFailure(order.ticket, 0, "the store is gone"))
-            )
+        if client is None or client.store_id != order.store or connection <= self._gone_to:
+            self._report(order, LoadFailure(order.ticket, 0, "the store is gone"))
+            if client is not None and client.store_id == order.store:
+                self._say_done(client, order.ticket)
+            elif client is None and order.store:
+                self._refused.append((order.store, order.ticket))
             return
         load = _Load(order, client, connection, n, now, np.zeros(n, dtype=bool), now)
         self._loads[order.ticket] = load
@@ -210,7 +224,7 @@ class Loads:
                     load.left -= 1
             load.client.ack(ticket, part)
             self.counters.chunks += len(part)
-        load.progress_s = self._clock()
+            load.progress_s = self._clock()
         self.counters.copy_s += load.progress_s - started
         if load.left == 0:
             load.releasing = True
@@ -225,15 +239,17 @@ class Loads:
             self._fail(load, "the store did not hold the pins to the end", told=True)
             return
         del self._loads[load.order.ticket]
-        self.counters.requests += 1
         if self._loaded is not None:
-            for i, blocks in enumerate(load.order.blocks.tolist()):
-                self._loaded(load.order.keys[32 * i : 32 * i + 32], blocks)
+            try:
+                for i, blocks in enumerate(load.order.blocks.tolist()):
+                    self._loaded(load.order.keys[32 * i : 32 * i + 32], blocks)
+            except Exception:
+                logger.exception("kvfold: the digests of a load could not be recorded")
         logger.debug(
             "kvfold: loaded %d chunks for %s in %.1f ms",
             len(load.copied), load.order.req_id, 1e3 * (self._clock() - load.started_s),
         )  # fmt: skip
-        self._reports.append(LoadReport(load.order.req_id, None))
+        self._report(load.order, None)
 
     def _lost(self, connection: int, ticket: int, index: int, reason: str) -> None:
         load = self._find(
@@ -248,6 +264,14 @@ class Loads:
                 self._fail(load, "the store is gone", index=0, told=True)
         for key in [key for key in self._early if key[0] == connection]:
             del self._early[key]
+        self._gone_to = max(self._gone_to, connection)
+        self._detach(connection)
+
+    def _connected(self, client: TicketClient) -> None:
+        refused = [ticket for store, ticket in self._refused if store == client.store_id]
+        self._refused.clear()
+        for ticket in refused:
+            self._say_done(client, ticket)
 
     def _reset(self) -> None:
         for load in list(self._loads.values()):
@@ -260,10 +284,22 @@ class Loads:
         del self._loads[load.order.ticket]
         if index is None:
             index = 0 if load.left == 0 else int(np.argmin(load.copied))
-        if not told and not load.releasing:
-            load.client.done(load.order.ticket, lambda held: None)
-        self.counters.failed += 1
         logger.info("kvfold: load for %s failed at chunk %d: %s", load.order.req_id, index, reason)
-        self._reports.append(
-            LoadReport(load.order.req_id, LoadFailure(load.order.ticket, index, reason))
-        )
+        self._report(load.order, LoadFailure(load.order.ticket, index, reason))
+        if not told and not load.releasing:
+            self._say_done(load.client, load.order.ticket)
+
+    def _report(self, order: LoadOrder, failure: LoadFailure | None) -> None:
+        if failure is None:
+            self.counters.requests += 1
+        else:
+            self.counters.failed += 1
+        self._reports.append(LoadReport(order.req_id, failure))
+
+    @staticmethod
+    def _say_done(client: TicketClient, ticket: int) -> None:
+        """Tell the store that this worker touches no slot of `ticket` any more."""
+        try:
+            client.done(ticket, lambda held: None)
+        except Exception:
+            logger.exception("kvfold: the store could not be told of an ended load")

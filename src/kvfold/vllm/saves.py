@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,15 @@ class SaveCounters:
     dropped_jobs: int = 0
 
 
+@dataclass(frozen=True)
+class _Item:
+    order: StoreOrder
+    client: JobClient | None
+    connection: int
+    computed: Callable[[], None]
+    until_s: float
+
+
 class Saves:
     """Runs the store jobs of one worker on a thread of its own."""
 
@@ -90,8 +100,7 @@ class Saves:
         stored: Callable[[bytes, Sequence[int]], None] | None = None,
     ) -> None:
         self._source, self._deadline_s, self._stored = source, deadline_s, stored
-        self._jobs: SimpleQueue[tuple[StoreOrder, JobClient | None, int, Callable[[], None]] | None]
-        self._jobs = SimpleQueue()
+        self._jobs: SimpleQueue[_Item | None] = SimpleQueue()
         self._reports: deque[SaveReport] = deque()
         self._stopped = False
         self.counters = SaveCounters()
@@ -106,7 +115,8 @@ class Saves:
         computed: Callable[[], None],
     ) -> None:
         """Queue a job. `computed()` blocks until the step that wrote its blocks is complete."""
-        self._jobs.put((order, client, connection, computed))
+        until_s = time.monotonic() + self._deadline_s
+        self._jobs.put(_Item(order, client, connection, computed, until_s))
 
     def take_reports(self) -> list[SaveReport]:
         """Jobs ended since the last call, each exactly once."""
@@ -115,33 +125,37 @@ class Saves:
             reports.append(self._reports.popleft())
         return reports
 
-    def close(self) -> None:
-        """Finish the running job, drop the queued ones and end the thread."""
+    def close(self) -> bool:
+        """Finish the running job, drop the queued ones and end the thread.
+
+        Returns False if a copy still runs.
+        """
         self._stopped = True
         self._jobs.put(None)
         self._thread.join(timeout=30)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
-            order, client, connection, computed = item
             conflicts: tuple[int, ...] = ()
             try:
-                if client is not None and not self._stopped:
-                    computed()
-                    conflicts = self._store(order, client, connection)
-                else:
+                # A job that waited too long behind others is dropped unasked: its blocks are held.
+                if item.client is None or self._stopped or time.monotonic() > item.until_s:
                     self.counters.dropped_jobs += 1
+                else:
+                    item.computed()
+                    conflicts = self._store(item, item.client)
             except KvfoldError as error:
                 self.counters.dropped_jobs += 1
-                logger.debug("kvfold: job %d dropped: %s", order.job, error)
+                logger.debug("kvfold: job %d dropped: %s", item.order.job, error)
             except Exception:
                 self.counters.dropped_jobs += 1
-                logger.exception("kvfold: job %d failed", order.job)
+                logger.exception("kvfold: job %d failed", item.order.job)
             self.counters.jobs += 1
-            self._reports.append(SaveReport(order.job, conflicts))
+            self._reports.append(SaveReport(item.order.job, conflicts))
 
-    def _store(self, order: StoreOrder, client: JobClient, connection: int) -> tuple[int, ...]:
-        source = self._source
+    def _store(self, item: _Item, client: JobClient) -> tuple[int, ...]:
+        source, order = self._source, item.order
         if self._stored is not None:
             for i, blocks in enumerate(order.blocks.tolist()):
                 self._stored(order.keys[32 * i : 32 * i + 32], blocks)
@@ -154,7 +168,7 @@ class Saves:
             (1 << source.world) - 1,
             source.writer_masks[rotations],
             source.audit_records(order.blocks) if order.audit else b"",
-            self._deadline_s,
+            max(0.001, item.until_s - time.monotonic()),
         )
         self.counters.chunks_asked += len(rotations)
         self.counters.no_room += int(np.count_nonzero(verdicts.offsets == np.uint64(NO_ROOM)))
@@ -167,7 +181,7 @@ class Saves:
                 for i in part.tolist():
                     blocks, offset = order.blocks[i].tolist(), int(verdicts.offsets[i])
                     self.counters.bytes += source.copy(
-                        connection, int(rotations[i]), blocks, offset
+                        item.connection, int(rotations[i]), blocks, offset
                     )
                 client.commit(order.job, part.astype(np.uint32), True)
                 committed += len(part)

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 
 from kvfold import identity
 from kvfold.errors import KvfoldError
-from kvfold.vllm.messages import NO_BLOCK, LoadOrder, StepOrders, StepResults, StoreOrder
+from kvfold.vllm.messages import (
+    NO_BLOCK,
+    LoadFailure,
+    LoadOrder,
+    StepOrders,
+    StepResults,
+    StoreOrder,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -37,12 +44,16 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_DEADLINE_S = 5.0
 """The I/O thread gives up on a lookup after this; the request has long gone on without."""
+MAX_CHUNKS = 65_536
+"""Chunks of one ticket or job at most; a longer prefix is offered up to here."""
 LOOKUP_FRESH_S = 0.5
 """A lookup that found less than everything is repeated if the request is asked again this much
 later.
 """
 FREES_WAIT_S = 1.0
 """How long running copies may make the scheduler wait for their blocks instead of preempting."""
+NEVER = 1 << 60
+"""More tokens than any request will have."""
 MIN_PIN_SHARE, MAX_PIN_SHARE = 0.05, 0.5
 
 
@@ -86,22 +97,32 @@ class Geometry:
         return min(int(MAX_PIN_SHARE * self.num_blocks), max(share, step))
 
 
+class _Lookup:
+    """One question to the store; `tiers` is its answer, None until it is there."""
+
+    __slots__ = ("epoch", "looked_s", "tiers")
+
+    def __init__(self, epoch: bytes) -> None:
+        self.epoch = epoch
+        self.tiers: bytes | None = None
+        self.looked_s = 0.0
+
+
 class _Request:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_s", "epoch", "failures", "limit", "local_tokens", "looked_s", "next_chunk",
+        "asked_s", "failed_ticket", "failures", "limit", "local_tokens", "lookup", "next_chunk",
         "next_tokens", "request", "ticket", "ticket_first", "tiers",
     )  # fmt: skip
 
     def __init__(self, request: Request, first_tokens: int) -> None:
         self.request = request
-        self.tiers: bytes | None = None
-        self.looked_s = 0.0
+        self.lookup: _Lookup | None = None
         self.asked_s: float | None = None
-        self.epoch = b""
         self.limit: int | None = None
         self.failures = 0
+        self.failed_ticket: int | None = None
         self.local_tokens = 0
         self.ticket: int | None = None
         self.ticket_first = 0
@@ -188,21 +209,23 @@ class SchedulerSide:
         return list(request.block_hashes[first * per + per - 1 : stop : per])
 
     def _look_up(self, state: _Request) -> None:
-        state.tiers, state.epoch = None, self.epoch
-        hashes, namespace = self._chunk_hashes(state.request), self.namespace
+        lookup = state.lookup = _Lookup(self.epoch)
+        hashes, namespace = self._chunk_hashes(state.request, 0, MAX_CHUNKS), self.namespace
+        asked_s = self._clock()
         if not hashes:
-            state.tiers, state.looked_s = b"", self._clock()
+            lookup.tiers, lookup.looked_s = b"", asked_s
             return
 
         def task() -> None:
             tiers = b""
             current = self._current()
+            wanted = state.lookup is lookup and self._clock() - asked_s < LOOKUP_DEADLINE_S
             try:
-                if current is not None:
+                if current is not None and wanted:
                     tiers = current[0].lookup(self._keys(hashes, namespace), LOOKUP_DEADLINE_S)
             finally:
-                state.looked_s = self._clock()
-                state.tiers = tiers
+                lookup.looked_s = self._clock()
+                lookup.tiers = tiers
 
         self.counters.lookups += 1
         self._io.put(task)
@@ -220,18 +243,21 @@ class SchedulerSide:
         if state is None or not self.enabled or request.skip_reading_prefix_cache:
             return 0
         now = self._clock()
-        if state.epoch != self.epoch or self._is_stale(state, now):
+        lookup = state.lookup
+        if lookup is None or lookup.epoch != self.epoch or self._is_stale(state, lookup, now):
             self._look_up(state)
             state.asked_s = None
         if state.asked_s is None:
             state.asked_s = now
-        if state.tiers is None:
+        assert state.lookup is not None
+        tiers = state.lookup.tiers
+        if tiers is None:
             if now - state.asked_s < self._lookup_wait_s and self._current() is not None:
                 return None
             self.counters.lookups_late += 1
             return 0
         span = self.geometry.tokens_per_chunk
-        found = len(state.tiers) - len(state.tiers.lstrip(b"\x01\x02"))
+        found = len(tiers) - len(tiers.lstrip(b"\x01\x02"))
         # The engine needs a token to compute, and its own cache stops at whole blocks too.
         chunks = min(found, int(request.num_tokens - 1) // span)
         if state.limit is not None:
@@ -242,32 +268,48 @@ class SchedulerSide:
         self.counters.offers += tokens > 0
         return tokens
 
-    def _is_stale(self, state: _Request, now: float) -> bool:
+    def _is_stale(self, state: _Request, lookup: _Lookup, now: float) -> bool:
         """Whether the answer is old and found less than all: others may have stored since."""
-        tiers = state.tiers
+        chunks = len(state.request.block_hashes) // self.geometry.hashes_per_chunk
         return (
-            tiers is not None
+            lookup.tiers is not None
             and state.limit is None
-            and now - state.looked_s > LOOKUP_FRESH_S
-            and (not tiers or b"\x00" in tiers)
-            and len(state.request.block_hashes) >= self.geometry.hashes_per_chunk
+            and now - lookup.looked_s > LOOKUP_FRESH_S
+            and (len(lookup.tiers) < min(chunks, MAX_CHUNKS) or 0 in lookup.tiers)
         )
 
     def hit_tiers(self, request_id: str, tokens: int) -> tuple[int, int]:
         """(host, disk) tokens of an offer of `tokens` that was accepted."""
         state = self._requests.get(request_id)
-        if state is None or not state.tiers:
+        tiers = None if state is None or state.lookup is None else state.lookup.tiers
+        if state is None or not tiers:
             return tokens, 0
         span = self.geometry.tokens_per_chunk
         first = state.local_tokens // span
-        disk = state.tiers[first : first + -(-tokens // span)].count(1) * span
+        disk = tiers[first : first + -(-tokens // span)].count(1) * span
         disk = min(disk, tokens)
         return tokens - disk, disk
 
     # -- loads ---------------------------------------------------------------------------------
 
     def start_load(self, request: Request, blocks: Sequence[KVCacheBlock], tokens: int) -> None:
-        """The engine accepted an offer of `tokens`: open a ticket and order the load."""
+        """The engine accepted an offer of `tokens`: open a ticket and order the load.
+
+        The engine now waits for this load's end, so there is an order in any case: after an error
+        one that every worker reports as failed at once.
+        """
+        try:
+            self._start_load(request, blocks, tokens)
+        except Exception:
+            logger.exception("kvfold: a load could not be ordered; its tokens are recomputed")
+            ticket, width = next(self._tickets), self.geometry.blocks_per_chunk
+            nothing = np.empty((0, width), dtype=np.int32)
+            self._orders.loads.append(LoadOrder(ticket, request.request_id, "", b"", nothing))
+            state = self._requests.get(request.request_id)
+            if state is not None:
+                state.ticket, state.failures, state.limit = ticket, 1, 0
+
+    def _start_load(self, request: Request, blocks: Sequence[KVCacheBlock], tokens: int) -> None:
         g, state = self.geometry, self._requests[request.request_id]
         local, end = state.local_tokens, state.local_tokens + tokens
         first, last = local // g.tokens_per_chunk, -(-end // g.tokens_per_chunk)
@@ -279,10 +321,6 @@ class SchedulerSide:
         ticket = next(self._tickets)
         keys = self._keys(self._chunk_hashes(request, first, last), self.namespace)
         current = self._current()
-        if current is not None:
-            self._io.put(
-                partial(current[0].open_ticket, ticket, 0, self.namespace, keys, (1 << g.world) - 1)
-            )
         state.ticket, state.ticket_first = ticket, first
         self._orders.loads.append(
             LoadOrder(
@@ -293,6 +331,10 @@ class SchedulerSide:
                 table.reshape(-1, g.blocks_per_chunk),
             )
         )
+        if current is not None:
+            self._io.put(
+                partial(current[0].open_ticket, ticket, 0, self.namespace, keys, (1 << g.world) - 1)
+            )
         self.counters.loads += 1
         self.counters.tokens_offered += tokens
 
@@ -308,11 +350,19 @@ class SchedulerSide:
                     continue
                 computed = state.request.num_computed_tokens + new_tokens
                 if computed >= state.next_tokens:
-                    block_ids = tables.get_block_ids(req_id)
-                    if block_ids is not None:
-                        self._store(state, block_ids[0], computed)
+                    self._store_guarded(state, partial(tables.get_block_ids, req_id), computed)
         orders, self._orders = self._orders, StepOrders()
         return orders
+
+    def _store_guarded(self, state: _Request, table: Callable[[], Any], computed: int) -> None:
+        """Store what a request has; after an error it stores nothing more, and lives on."""
+        try:
+            block_ids = table()
+            if block_ids is not None:
+                self._store(state, block_ids[0], computed)
+        except Exception:
+            logger.exception("kvfold: a store could not be ordered")
+            state.next_tokens = NEVER
 
     def _store(self, state: _Request, block_ids: Sequence[int], computed: int) -> None:
         """Order the store of the full chunks of a request that are not ordered yet."""
@@ -320,7 +370,7 @@ class SchedulerSide:
         known = min(computed, request.num_tokens, len(request.block_hashes) * g.tokens_per_hash)
         last = min(known // g.tokens_per_chunk, len(block_ids) // g.blocks_per_chunk)
         room = (g.max_pinned_blocks - self._pinned_blocks) // g.blocks_per_chunk
-        first, last = state.next_chunk, min(last, state.next_chunk + max(0, room))
+        first, last = state.next_chunk, min(last, state.next_chunk + max(0, min(room, MAX_CHUNKS)))
         if first < last:
             self._order(state, first, last, block_ids)
             state.next_chunk = last
@@ -335,19 +385,19 @@ class SchedulerSide:
         if (ids == 0).any():  # a hole: this request does not hold all of its blocks
             return
         blocks = [self.pool.blocks[i] for i in ids.tolist()]
-        self.pool.touch(blocks)
-        self._pinned_blocks += len(blocks)
         job = next(self._job_numbers)
-        self._jobs[job] = _Job(blocks, g.world, self._clock())
         self._jobs_made += 1
         audit = self._audit_left > 0 or (
             self._audit_every > 0 and self._jobs_made % self._audit_every == 0
         )
-        self._audit_left -= last - first
         keys = self._keys(self._chunk_hashes(state.request, first, last), self.namespace)
-        self._orders.stores.append(
-            StoreOrder(job, self.namespace, keys, ids.reshape(-1, g.blocks_per_chunk), audit)
-        )
+        order = StoreOrder(job, self.namespace, keys, ids.reshape(-1, g.blocks_per_chunk), audit)
+        # From here on the blocks are held: nothing below can fail before the job is on its way.
+        self.pool.touch(blocks)
+        self._pinned_blocks += len(blocks)
+        self._jobs[job] = _Job(blocks, g.world, self._clock())
+        self._orders.stores.append(order)
+        self._audit_left -= last - first
         self.counters.chunks_scheduled += last - first
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -370,18 +420,27 @@ class SchedulerSide:
                 state = self._requests.get(req_id)
                 self.counters.load_failures += 1
                 if state is not None and state.ticket == failure.ticket:
-                    state.failures += 1
-                    first_lost = state.ticket_first + failure.index
-                    state.limit = first_lost if state.failures == 1 else 0
-                    # What was lost may be stored again when it has been recomputed.
-                    state.next_chunk = min(state.next_chunk, first_lost)
-                    state.next_tokens = (state.next_chunk + 1) * self.geometry.tokens_per_chunk
+                    self._load_failed(state, failure)
             for job, count in results.jobs.items():
                 self._finish_job(job, count)
         for req_id in finished_recving:
             state = self._requests.get(req_id)
             if state is not None:
                 state.ticket = None
+
+    def _load_failed(self, state: _Request, failure: LoadFailure) -> None:
+        """Shorten the next offer. Every worker reports the same ticket, maybe in other steps."""
+        first_lost = state.ticket_first + failure.index
+        if state.failed_ticket != failure.ticket:
+            state.failed_ticket = failure.ticket
+            state.failures += 1
+            state.limit = first_lost
+        if state.failures > 1:
+            state.limit = 0
+        state.limit = min(first_lost, first_lost if state.limit is None else state.limit)
+        # What was lost may be stored again when it has been recomputed.
+        state.next_chunk = min(state.next_chunk, first_lost)
+        state.next_tokens = (state.next_chunk + 1) * self.geometry.tokens_per_chunk
 
     def _finish_job(self, number: int, count: int) -> None:
         job = self._jobs.get(number)
@@ -393,6 +452,11 @@ class SchedulerSide:
             del self._jobs[number]
             self._pinned_blocks -= len(job.blocks)
             self.pool.free_blocks(reversed(job.blocks))
+
+    def take_stores(self) -> list[StoreOrder]:
+        """Orders for which no step came (an in-process engine is not stepped when it is idle)."""
+        stores, self._orders.stores = self._orders.stores, []
+        return stores
 
     @property
     def jobs_running(self) -> int:
@@ -414,7 +478,10 @@ class SchedulerSide:
         self.namespace = identity.namespace(self._digest, 0, self.epoch)
         self._orders.reset = True
         for state in self._requests.values():
-            state.next_chunk, state.next_tokens = 0, self.geometry.tokens_per_chunk
+            if state.request.num_computed_tokens > 0:
+                state.next_tokens = NEVER  # it has blocks from before
+            else:
+                state.next_chunk, state.next_tokens = 0, self.geometry.tokens_per_chunk
 
     def disable(self) -> None:
         """Neither offer nor store anything any more (the audit found replicas that differ)."""

@@ -63,6 +63,8 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     assert config.kv_transfer_config is not None
     if config.kv_transfer_config.kv_role != "kv_both":
         raise PlanError("kv_role", config.kv_transfer_config.kv_role, "kv_both")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise PlanError("calculate_kv_scales", True, "false: scales differ from run to run")
     if config.device_config.device_type != "cpu":
         raise PlanError(
             "device", config.device_config.device_type, "cpu: other devices have no copy path yet"
@@ -203,14 +205,22 @@ def _model_fields(config: VllmConfig, layers: list[str]) -> dict[str, Any]:
     backends = {contexts[name].get_attn_backend().get_name() for name in layers}
     return {
         "weights": _weights(config),
+        "loading": {
+            "format": str(config.load_config.load_format),
+            "quantization": None if model.quantization is None else str(model.quantization),
+            "quantization_config": _plain(model.quantization_config),
+        },
         "text_config": {k: v for k, v in text.items() if k not in VOLATILE_CONFIG_FIELDS},
         "rope": {"parameters": rope, "max_model_len": model.max_model_len if long else None},
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_encoding": f"{config.cache_config.cache_dtype}/{'+'.join(sorted(backends))}",
-        "kv_scales": {
-            "calculate": bool(getattr(config.cache_config, "calculate_kv_scales", False))
-        },
+        "kv_scales": {},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting in JSON terms: mappings as they are, anything else by its text."""
+    return value if value is None or isinstance(value, dict) else str(value)
 
 
 def _weights(config: VllmConfig) -> str:

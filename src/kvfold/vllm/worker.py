@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from kvfold import identity
 from kvfold.copy.cpu import CpuCopier, LayerPages, Sweep
+from kvfold.errors import StoreGone
 from kvfold.plan import OffloadPlan, PlanOptions
-from kvfold.store.client import Group, StoreClient
+from kvfold.store.client import Group, Role, StoreClient
+from kvfold.store.messages import NO_FRAGMENT
 from kvfold.store.settings import StoreSettings
 from kvfold.vllm import translate
 from kvfold.vllm.link import Peer, StoreLink
@@ -52,6 +54,10 @@ class DigestLog:
             file.write(json.dumps(line) + "\n")
 
 
+_Compiled = tuple[CpuCopier, tuple[Sweep, ...], list[tuple[Sweep, ...]]]
+"""Copier, reads, and writes by rotation."""
+
+
 class ChunkCopies:
     """The plan's runs for this rank, compiled for its pages and each connection's arena."""
 
@@ -64,7 +70,7 @@ class ChunkCopies:
             dtype=np.uint64,
         )
         self._lock = threading.Lock()
-        self._compiled: dict[int, tuple[CpuCopier, tuple[Sweep, ...], list[tuple[Sweep, ...]]]] = {}
+        self._compiled: dict[int, _Compiled] = {}
         # Audits read pages only: an empty arena will do.
         auditor = CpuCopier(self._pages, np.empty(self._group.slot_bytes, dtype=np.uint8))
         self._audited = [
@@ -73,7 +79,7 @@ class ChunkCopies:
         ]
 
     def attach(self, connection: int, arena: memoryview) -> None:
-        """Compile the runs for a connection's arena; older arenas are let go."""
+        """Compile the runs for a connection's arena."""
         copier = CpuCopier(self._pages, arena)
         size = self._group.slot_bytes
         reads = copier.compile(self._group.reads(self.rank), size)
@@ -81,19 +87,27 @@ class ChunkCopies:
             copier.compile(self._group.writes(self.rank, i), size) for i in range(self.rotations)
         ]
         with self._lock:
-            # The one before may still be in use by copies that have not heard of its end.
-            kept = sorted(self._compiled)[-1:]
-            compiled = {number: self._compiled[number] for number in kept}
-            self._compiled = {**compiled, connection: (copier, reads, writes)}
+            self._compiled[connection] = (copier, reads, writes)
+
+    def detach(self, connection: int) -> None:
+        """Let go of the arena of a connection that has ended."""
+        with self._lock:
+            self._compiled.pop(connection, None)
+
+    def _of(self, connection: int) -> _Compiled:
+        try:
+            return self._compiled[connection]
+        except KeyError:
+            raise StoreGone(f"connection {connection} to the store has ended") from None
 
     def copy_in(self, connection: int, blocks: Sequence[int], offset: int) -> int:
         """Fill this rank's pages from a slot; return bytes copied."""
-        copier, reads, _ = self._compiled[connection]
+        copier, reads, _ = self._of(connection)
         return copier.to_pages(reads, blocks, offset)
 
     def copy(self, connection: int, rotation: int, blocks: Sequence[int], offset: int) -> int:
         """Write this rank's part of a chunk into its slot; return bytes copied."""
-        copier, _, writes = self._compiled[connection]
+        copier, _, writes = self._of(connection)
         return copier.to_slot(writes[rotation], blocks, offset)
 
     def audit_records(self, blocks: NDArray[np.int32]) -> bytes:
@@ -104,7 +118,8 @@ class ChunkCopies:
             for row in blocks.tolist():
                 CpuCopier.checksum(sweeps, row, state)
             records += number.to_bytes(4, "little") + state.intdigest().to_bytes(8, "little")
-        return bytes(records)
+        # Whoever shares nothing says so: the store waits for everybody before it answers.
+        return bytes(records) or NO_FRAGMENT.to_bytes(4, "little") + bytes(8)
 
     def page_digest(self, blocks: Sequence[int]) -> str:
         """A digest of all bytes this rank holds of a chunk."""
@@ -153,7 +168,10 @@ class WorkerSide:
         if self._settings.digest_dir is not None:
             self._digests = DigestLog(Path(self._settings.digest_dir), rank)
         self._loads = Loads(
-            self._copies.copy_in, self._settings.load_deadline_s, loaded=self._recorder("load")
+            self._copies.copy_in,
+            self._settings.load_deadline_s,
+            loaded=self._recorder("load"),
+            detach=self._copies.detach,
         )
         self._saves = Saves(
             self._copies, self._settings.store_deadline_s, stored=self._recorder("store")
@@ -164,6 +182,7 @@ class WorkerSide:
             on_ready=self._loads.ready,
             on_failed=self._loads.lost,
             on_gone=self._loads.gone,
+            on_client=self._loads.connected,
         )
         self._link.start()
         self._client()
@@ -185,16 +204,20 @@ class WorkerSide:
         return record
 
     def _client(self) -> tuple[StoreClient | None, int]:
-        """The live client with its runs compiled, or (None, 0)."""
+        """The live client with its runs compiled, or (None, 0): then orders end as misses."""
         current = None if self._link is None else self._link.current
         if current is None:
             return None, 0
         client, connection = current
-        if connection != self._attached:
-            assert self._copies is not None
-            assert client.arena is not None
-            self._copies.attach(connection, client.arena)
-            self._attached = connection
+        try:
+            if connection != self._attached:
+                assert self._copies is not None
+                assert client.arena is not None
+                self._copies.attach(connection, client.arena)
+                self._attached = connection
+        except Exception:
+            logger.exception("kvfold: the store's memory cannot be used")
+            return None, 0
         return client, connection
 
     def start_loads(self, orders: StepOrders) -> None:
@@ -233,10 +256,11 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop copying, then leave the store."""
-        for part in (self._loads, self._saves, self._link):
-            if part is not None:
-                part.close()
-        self._link = None
+        ended = [part.close() for part in (self._loads, self._saves) if part is not None]
+        if self._link is not None and all(ended):
+            # While a copy runs the store must not think that we are done: then our exit says so.
+            self._link.close()
+            self._link = None
 
 
 def _gather(record: dict[str, Any], group: Any) -> list[dict[str, Any]]:
@@ -264,7 +288,7 @@ def store_settings(config: VllmConfig, settings: ConnectorSettings) -> StoreSett
 
 
 def peer(
-    config: VllmConfig, role: str, rank: int, planned: OffloadPlan, known: identity.Identity
+    config: VllmConfig, role: Role, rank: int, planned: OffloadPlan, known: identity.Identity
 ) -> Peer:
     """How a process of this engine introduces itself to the store."""
     assert config.kv_transfer_config is not None
