@@ -94,10 +94,10 @@ class Recency:
             picks = np.flatnonzero(chosen)[:count]
             if len(picks) == count:
                 end = int(picks[-1]) + 1
-                self._skip_to(int(positions[end - 1]) + 1)
+                self._head = int(positions[end - 1]) + 1
             else:
                 end = len(entries)
-                self._skip_to(self._head + width)
+                self._head += width
             self._latest[entries[:end]] = _ABSENT
             self._live -= end
             taken.append(entries[picks])
@@ -112,9 +112,9 @@ class Recency:
             width = min(width, self._tail - self._head)
             entries, positions = self._live_records(self._head, width)
             if len(entries):
-                self._skip_to(int(positions[0]))
+                self._head = int(positions[0])
                 return int(self._touched_ns[entries[0]])
-            self._skip_to(self._head + width)
+            self._head += width
             width = min(2 * width, _BATCH)
         return None
 
@@ -122,8 +122,9 @@ class Recency:
         self._latest: NDArray[np.int64] = np.zeros(capacity, np.int64)
         self._touched_ns: NDArray[np.int64] = np.zeros(capacity, np.int64)
         self._ring: NDArray[np.int32] = np.zeros(2 * capacity + _SLACK, np.int32)
-        self._head = self._tail = 1  # positions grow for ever; 0 means absent
-        self._live = 0
+        self._head: int = 1
+        self._tail: int = 1  # positions grow for ever; 0 means absent
+        self._live: int = 0
         # A sweep's state: live records at or above `_packed` are done, those below `_unswept` are
         # not, and whatever lies between is stale.
         self._unswept = self._packed = self._head
@@ -143,12 +144,6 @@ class Recency:
         positions = np.arange(position, position + count)
         live = np.flatnonzero(self._latest[entries] == positions)
         return entries[live].astype(np.int64), positions[live]
-
-    def _skip_to(self, position: int) -> None:
-        """No record before `position` is needed any more."""
-        self._head = position
-        if self._unswept <= position < self._packed:
-            self._head = self._packed
 
     def _append(self, entries: Entries) -> None:
         while self._tail + len(entries) - self._head > len(self._ring):
