@@ -405,7 +405,7 @@ class StoreMachine(RuleBasedStateMachine):
                             self.commit(self.engines.index(engine), worker.rank, True)
         self._finish_loads(workers)
         for worker in workers:
-            for ticket, load in worker.loads.items():
+            for load in worker.loads.values():
                 assert load.failed or load.acked == set(range(len(load.keys))), "stuck"
             for ticket in list(worker.loads):
                 self._done(worker, ticket)

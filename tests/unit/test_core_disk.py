@@ -315,3 +315,25 @@ def test_a_read_that_nobody_waits_for_any_more() -> None:
     world.check()
     assert worker.lookup(0) == [0]
     assert not np.any(world.core.table.pins)
+
+
+def test_a_disk_slot_that_is_being_read_is_not_overwritten() -> None:
+    world = World(slots=8, disk_slots=3)
+    scheduler, worker = world.connect("scheduler"), world.connect()
+    filler = world.connect(engine="e2", groups=[world.group(durable=False)])
+    for number in range(3):
+        worker.store(number, number)
+        world.run_disk()
+    for number in range(10, 20):
+        filler.store(number, number)
+    assert worker.lookup(0, 1, 2) == [1, 1, 1]
+    scheduler.open(1, 0)
+    (read,) = world.orders(1)
+    for number in range(20, 26):
+        worker.store(number, number)
+        for order in world.orders(1):
+            world.finish(order)
+        world.check([read])
+    world.finish(read)
+    assert worker.read(worker.ready(1)[0]) == content(key(0))
+    assert world.core.disk.corrupt == 0

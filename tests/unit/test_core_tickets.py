@@ -419,3 +419,35 @@ def test_pinned_chunks_are_never_evicted() -> None:
     for i, number in enumerate((1, 2, 3)):
         assert worker.read(offsets[i]) == content(key(number))
     world.check()
+
+
+def test_a_window_shrinks_with_what_is_left_and_lets_the_next_ticket_in() -> None:
+    world = World(slots=16)
+    scheduler, (worker,) = engine(world)
+    worker.store(1, *range(14))
+    scheduler.open(1, *range(6))
+    scheduler.open(2, *range(6))
+    scheduler.open(3, *range(6))
+    assert worker.ready(3) == {}
+    worker.ack(1, 0, 1, 2)
+    worker.ack(2, 0, 1, 2)
+    assert len(worker.ready(3)) == 6  # nobody is done, but two times three slots are enough
+    world.check()
+
+
+def test_a_ticket_that_finds_no_slot_goes_on_when_one_is_free() -> None:
+    world = World(slots=4, disk_slots=30)
+    scheduler, (worker, other) = engine(world, 2)
+    filled(world, worker, 8)
+    stuck = other.ask(77, (50, 51), 2)  # two slots that wait for the exit of their writer
+    assert max(stuck) < 2**63
+    other.vanish()
+    world.connect(rank=1).ask(78, (52, 53), 2)  # and two that are written
+    scheduler.open(5, 0)
+    assert world.core.tickets.queued == 0
+    world.run_disk()
+    assert worker.ready(5) == {}
+    other.exit()
+    world.run_disk()
+    assert worker.read(worker.ready(5)[0]) == content(key(0))
+    world.check()
