@@ -290,11 +290,40 @@ def test_closing_stops_populating_and_leaves_views_alone(monkeypatch: pytest.Mon
         arena.memory[0]
 
 
-def test_a_client_that_drops_the_mapping_stops_populating() -> None:
-    arena = Arena(64 * MIB, populate=False)
-    client = map_arena(arena.fd, arena.size_bytes)
-    client.release()
+def test_a_client_that_drops_the_mapping_stops_populating(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvfold.store.arena._POPULATE_STEP_BYTES", mmap.PAGESIZE)
+    arena = Arena(512 * MIB, populate=False)
+    map_arena(arena.fd, arena.size_bytes).release()
     for thread in populating():
         thread.join(60)
+    assert os.fstat(arena.fd).st_blocks * 512 < 512 * MIB
     assert len(mapping_flags("self")) == 1
+    arena.close()
+
+
+def test_classes_that_grow_side_by_side_stay_whole(arena: Arena) -> None:
+    small, large = arena.add_class(96 * PAGE_BYTES), arena.add_class(160 * PAGE_BYTES)
+    taken = [small, large]
+    while any(slot >= 0 for slot in taken):
+        taken = [arena.alloc(small), arena.alloc(large)]
+    in_use = arena.used(small) * 96 * PAGE_BYTES + arena.used(large) * 160 * PAGE_BYTES
+    # Only where they meet, and at the end of the arena, can a slot's worth be lost.
+    assert arena.size_bytes - in_use < (96 + 160) * PAGE_BYTES
+
+
+def test_own_slots_beside_those_to_be_drained_cost_nothing() -> None:
+    arena = Arena(64 * PAGE_BYTES, populate=False)  # units of four pages
+    small, large = arena.add_class(PAGE_BYTES), arena.add_class(6 * PAGE_BYTES)
+    pages = [arena.alloc(small) for _ in range(64)]
+    for slot in pages[:8]:
+        arena.free(slot)
+    assert arena.alloc(large) == 0  # touches units 0 and 1
+    for slot in pages[8:]:
+        if slot != 9 and (slot < 16 or slot % 4 > 1):
+            arena.free(slot)
+    # Of the small ones, unit 2 has one in use, unit 3 none and every other unit two. A large slot
+    # in units 1 and 2 costs the one; in units 3 and 4 it would cost two.
+    assert arena.steal_candidate(large) == [9]
     arena.close()

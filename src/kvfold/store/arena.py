@@ -253,8 +253,8 @@ class Arena:
     def _take_units(self, cls: int) -> int:
         """Own what one more slot needs, and return that slot's number, or -1.
 
-        Prefers the slot that needs the fewest units, then one beside a unit of the same class.
-        Even classes grow up from the start and odd ones down from the end, to stay whole.
+        Prefers the slot that needs the fewest units. Even classes grow up from the start and odd
+        ones down from the end, to stay whole.
         """
         owner = self._classes[cls]
         if owner.stuck:
@@ -266,9 +266,7 @@ class Arena:
             return -1
         if cls % 2:
             choices = choices[::-1]
-        own = np.concatenate(([False], self._owner == cls, [False]))
-        alone = ~(own[windows.first] | own[windows.last + 2])
-        best = choices[(2 * windows.free_units + alone)[choices].argmin()]
+        best = choices[windows.free_units[choices].argmin()]
         first, last = int(windows.first[best]), int(windows.last[best])
         self._owner[first : last + 1] = cls
         self._changed(owner, cls, first, last)

@@ -35,6 +35,10 @@ class Recency:
     bytes.
     """
 
+    _head: int
+    _tail: int
+    _live: int
+
     def __init__(self, capacity: int) -> None:
         self._make(capacity)
 
@@ -122,9 +126,8 @@ class Recency:
         self._latest: NDArray[np.int64] = np.zeros(capacity, np.int64)
         self._touched_ns: NDArray[np.int64] = np.zeros(capacity, np.int64)
         self._ring: NDArray[np.int32] = np.zeros(2 * capacity + _SLACK, np.int32)
-        self._head: int = 1
-        self._tail: int = 1  # positions grow for ever; 0 means absent
-        self._live: int = 0
+        self._head = self._tail = 1  # positions grow for ever; 0 means absent
+        self._live = 0
         # A sweep's state: live records at or above `_packed` are done, those below `_unswept` are
         # not, and whatever lies between is stale.
         self._unswept = self._packed = self._head
