@@ -416,6 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.run_disk()
         self.world.check_empty()
         self.world.check_bytes()
+        self.world.arena.close()
 
     def _finish_loads(self, workers: list[Worker]) -> None:
         moved = True
