@@ -41,6 +41,8 @@ def demo(
     from kvfold.testing.demo_text import source_root
 
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = 100
     folder = out.absolute() if out is not None else source_root() / "out"
     ok, figures = run_demo(Options(folder, quick), console)
     if as_json:

@@ -89,6 +89,7 @@ def run_case(case: Case, work: Path, progress: Progress) -> Folded:
         "runtime_dir": str(stores.runtime),
         "digest_dir": str(digests),
         "linger_s": 120,
+        "lookup_wait_ms": 2000,  # hits are counted here: a busy machine must not make misses
     }
     ids = prompt(PROMPT_TOKENS, seed=1)
     chunks = case.hit_tokens // case.span

@@ -27,7 +27,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Tell something that was just found."""
-        self.console.print(f"            {text}", style="dim", markup=False, highlight=False)
+        line = f"            {text}"
+        self.console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def step(self, label: str) -> Iterator[None]:
