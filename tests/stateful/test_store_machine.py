@@ -14,8 +14,10 @@ import numpy as np
 from core_world import NO_SPACE, PAYLOAD, SPACE, Peer, World, content, indices, key, keys, words
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvfold.store.arena import PAGE_BYTES as PAGE
+from kvfold.store.chunks import WRITING
 from kvfold.store.core_disk import Order
 from kvfold.store.disk import ReadOutcome
 from kvfold.store.messages import (
@@ -31,11 +33,11 @@ from kvfold.store.messages import (
     Released,
     Tiers,
     Verdicts,
+    as_keys,
 )
 
-SLOTS = 6
-DISK_SLOTS = 12
-KEYS = 16
+DISK_SLOTS = 10
+KEYS = 14
 RANKS = 2
 HALF = PAYLOAD // RANKS
 
@@ -88,38 +90,33 @@ class Worker:
         self.peer = world.connect("worker", self.engine.name, self.rank)
         self.told, self.loads = {}, {}
 
+    def may_write(self) -> list[Told]:
+        return [*self.told.values(), *(told for _, slots, _ in self.ghosts for told in slots)]
+
+    def may_read(self) -> list[Told]:
+        return [*self._reading(), *(told for _, _, slots in self.ghosts for told in slots)]
+
+    def _reading(self) -> list[Told]:
+        loads = self.loads.values()
+        return [Told(at, load.keys[i]) for load in loads for i, at in load.slots.items()]
+
     def write(self, world: World) -> None:
-        """Write its own half of everything that it may still write, dead connections included."""
-        slots = list(self.told.values())
-        for _, told, _ in self.ghosts:
-            slots += told
+        """Write its own half of everything that it may still write."""
         at = self.rank * HALF
-        for slot in slots:
+        for slot in self.may_write():
             half = content(key(slot.key))[at : at + HALF]
             world.arena.memory[slot.offset + at : slot.offset + at + HALF] = half
 
     def read(self, world: World) -> None:
         """Look at everything that it may still read."""
-        slots = [
-            Told(offset, load.keys[i])
-            for load in self.loads.values()
-            for i, offset in load.slots.items()
-        ]
-        for _, _, reading in self.ghosts:
-            slots += reading
-        for slot in slots:
+        for slot in self.may_read():
             seen = bytes(world.arena.memory[slot.offset : slot.offset + PAYLOAD])
             assert seen == content(key(slot.key)), "a wrong byte is visible"
 
     def lose_connection(self) -> None:
         """The old connection's slots stay in the hands of the process."""
         assert self.peer is not None
-        reading = [
-            Told(offset, load.keys[i])
-            for load in self.loads.values()
-            for i, offset in load.slots.items()
-        ]
-        self.ghosts.append((self.peer, list(self.told.values()), reading))
+        self.ghosts.append((self.peer, list(self.told.values()), self._reading()))
         self.peer, self.told, self.loads = None, {}, {}
 
 
@@ -136,12 +133,10 @@ class Engine:
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(SLOTS, DISK_SLOTS)
+        self.world = World()
         self.engines = [Engine("left"), Engine("right")]
         self.in_flight: list[Order] = []
         self.published: set[int] = set()
-        for engine in self.engines:
-            self._connect(engine)
 
     def _connect(self, engine: Engine) -> None:
         if engine.scheduler is None:
@@ -154,6 +149,18 @@ class StoreMachine(RuleBasedStateMachine):
         """An engine without clients starts anew, as the store sees it."""
         if engine.scheduler is None and all(w.peer is None for w in engine.workers):
             engine.jobs, engine.tickets = {}, {}
+            for worker in engine.workers:
+                worker.early = set()
+
+    @initialize(slots=st.sampled_from([3, 6]), full=st.sampled_from([True, True, False]))
+    def begin(self, slots: int, full: bool) -> None:
+        """Mostly with a full store: most of what is of interest happens there."""
+        self.world = World(slots, DISK_SLOTS)
+        for engine in self.engines:
+            self._connect(engine)
+        for number in range(KEYS) if full else ():
+            self.store(number % 2, [number])
+            self.disk_catches_up()
 
     # ---- stores -----------------------------------------------------------------------------
 
@@ -192,16 +199,24 @@ class StoreMachine(RuleBasedStateMachine):
             if verdict < REFUSED and job.masks[at] >> worker.rank & 1:
                 worker.told[job.number, at] = Told(verdict, job.keys[at])
 
-    @rule(engine=which_engine, rank=which_rank)
-    def write(self, engine: int, rank: int) -> None:
-        self.engines[engine].workers[rank].write(self.world)
+    @rule(engine=which_engine, wanted=some_keys)
+    def store(self, engine: int, wanted: list[int]) -> None:
+        """A whole job, as it mostly goes."""
+        here = self.engines[engine]
+        here.jobs[here.next_number] = Job(here.next_number, wanted, [3] * len(wanted))
+        here.next_number += 1
+        for worker in here.workers:
+            self._ask(worker, here.jobs[here.next_number - 1], True)
+        for worker in here.workers:
+            while worker.told and worker.peer is not None:
+                self.commit(engine, worker.rank, True)
 
     @rule(engine=which_engine, rank=which_rank, ok=st.sampled_from([True, True, True, False]))
     def commit(self, engine: int, rank: int, ok: bool) -> None:
         worker = self.engines[engine].workers[rank]
         if worker.peer is None or not worker.told:
             return
-        worker.write(self.world)
+        worker.write(self.world)  # a real one commits what it has written
         job = next(iter(worker.told))[0]
         positions = [at for number, at in worker.told if number == job]
         worker.peer.send(Commit(job, indices(*positions), ok))
@@ -210,9 +225,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- loads ------------------------------------------------------------------------------
 
-    @rule(engine=which_engine, wanted=some_keys)
-    def open_ticket(self, engine: int, wanted: list[int]) -> None:
+    @rule(
+        engine=which_engine,
+        at_once=st.sampled_from([True, True, False]),
+        sensible=st.sampled_from([True, True, True, False]),
+        data=st.data(),
+    )
+    def open_ticket(self, engine: int, at_once: bool, sensible: bool, data: st.DataObject) -> None:
+        """Mostly for chunks that are there, as after a lookup."""
         here = self.engines[engine]
+        there = [n for n in range(KEYS) if self.world.core.table.tiers(as_keys(key(n))) != b"\0"]
+        wanted = data.draw(
+            st.lists(st.sampled_from(there), min_size=1, max_size=8)
+            if sensible and there
+            else some_keys
+        )
         if here.scheduler is None:
             return
         here.scheduler.send(OpenTicket(here.next_number, 0, SPACE, keys(*wanted), 3))
@@ -221,6 +248,8 @@ class StoreMachine(RuleBasedStateMachine):
             if worker.peer is not None and here.next_number not in worker.early:
                 worker.loads[here.next_number] = Load(wanted)
         here.next_number += 1
+        if at_once:
+            self.world.pump()
 
     @rule(engine=which_engine, rank=which_rank)
     def receive(self, engine: int, rank: int) -> None:
@@ -229,6 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _receive(self, worker: Worker) -> None:
         if worker.peer is None:
             return
+        self.world.pump()
         for message in worker.peer.inbox:
             if isinstance(message, Ready):
                 load = worker.loads.get(message.ticket)
@@ -261,6 +291,20 @@ class StoreMachine(RuleBasedStateMachine):
             del load.slots[i]
             load.acked.add(i)
         worker.peer.send(Ack(ticket, indices(*which)))
+
+    @rule()
+    def all_goes_well(self) -> None:
+        """Everything that is announced is copied, and the disk does what it is told."""
+        if not self.in_flight:
+            self.world.run_disk()
+        for engine in self.engines:
+            for worker in engine.workers:
+                self._receive(worker)
+                for ticket, load in list(worker.loads.items()):
+                    if load.slots:
+                        self._ack(worker, ticket, list(load.slots))
+                    if load.failed or len(load.acked) == len(load.keys):
+                        self._done(worker, ticket)
 
     @rule(engine=which_engine, rank=which_rank, data=st.data())
     def say_done(self, engine: int, rank: int, data: st.DataObject) -> None:
@@ -315,6 +359,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert bytes(order.view) == content(order.key), "a wrong byte goes to disk"
         self.world.finish(order, fault)
 
+    @precondition(lambda self: not self.in_flight)
+    @rule()
+    def disk_catches_up(self) -> None:
+        self.world.run_disk()
+
     @rule()
     def flush(self) -> None:
         self.world.core.flush(lambda _: None)
@@ -329,9 +378,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- deaths -----------------------------------------------------------------------------
 
-    @rule(engine=which_engine, rank=which_rank, how=st.sampled_from(["bye", "vanish", "exit"]))
-    def worker_leaves(self, engine: int, rank: int, how: str) -> None:
-        worker = self.engines[engine].workers[rank]
+    @rule(
+        engine=which_engine,
+        who=st.sampled_from([0, 1, 0, 1, 0, 1, None]),
+        how=st.sampled_from(["bye", "vanish", "vanish", "exit"]),
+        back=st.booleans(),
+    )
+    def somebody_leaves(self, engine: int, who: int | None, how: str, back: bool) -> None:
+        here = self.engines[engine]
+        if who is None:
+            self._scheduler_leaves(here, how)
+        else:
+            self._worker_leaves(here.workers[who], how)
+        self._forget_if_alone(here)
+        if back:
+            self._connect(here)
+
+    def _worker_leaves(self, worker: Worker, how: str) -> None:
         if worker.peer is None:
             return
         worker.write(self.world)
@@ -348,24 +411,19 @@ class StoreMachine(RuleBasedStateMachine):
             peer, worker.peer = worker.peer, None
             worker.told, worker.loads = {}, {}
             getattr(peer, how)()
-        self._forget_if_alone(self.engines[engine])
 
     @rule(engine=which_engine, rank=which_rank)
     def ghosts_exit(self, engine: int, rank: int) -> None:
-        """The process of earlier connections exits; if it has a new one, that ends as well."""
+        """A worker's earlier processes exit, if they were others than its present one."""
         worker = self.engines[engine].workers[rank]
-        if worker.peer is None:
-            for ghost, _, _ in worker.ghosts:
-                ghost.exit()
-            worker.ghosts = []
+        for ghost, _, _ in worker.ghosts:
+            ghost.exit()
+        worker.ghosts = []
 
-    @rule(engine=which_engine, how=st.sampled_from(["bye", "vanish", "exit"]))
-    def scheduler_leaves(self, engine: int, how: str) -> None:
-        here = self.engines[engine]
+    def _scheduler_leaves(self, here: Engine, how: str) -> None:
         if here.scheduler is not None:
             peer, here.scheduler = here.scheduler, None
             getattr(peer, how)()
-            self._forget_if_alone(here)
 
     @rule(engine=which_engine)
     def reconnect(self, engine: int) -> None:
@@ -374,14 +432,34 @@ class StoreMachine(RuleBasedStateMachine):
     # ---- what must hold ---------------------------------------------------------------------
 
     @invariant()
-    def books_agree(self) -> None:
+    def everybody_does_what_he_may(self) -> None:
+        """Whoever may write a slot does, whoever may read one does, at every moment."""
+        workers = [worker for engine in self.engines for worker in engine.workers]
+        for worker in workers:
+            worker.write(self.world)
+        for worker in workers:
+            worker.read(self.world)
         self.world.check(self.in_flight)
+        self.world.check_bytes()
+        self._slots_are_safe(workers)
 
-    @invariant()
-    def readers_see_right_bytes(self) -> None:
-        for engine in self.engines:
-            for worker in engine.workers:
-                worker.read(self.world)
+    def _slots_are_safe(self, workers: list[Worker]) -> None:
+        """A slot is nobody else's while a client may write it, and pinned while one may read it."""
+        table = self.world.core.table
+        held = {int(s) * PAGE for s in self.world.core.quarantine._holders}
+        by_offset = {
+            int(table.host_slot[e]) * PAGE: int(e) for e in np.flatnonzero(table.host_slot >= 0)
+        }
+        for worker in workers:
+            for told in worker.may_write():
+                if told.offset not in held:
+                    entry = by_offset[told.offset]
+                    assert table.state[entry] == WRITING
+                    assert table.index.keys[entry].tobytes() == key(told.key)
+            for told in worker.may_read():
+                entry = by_offset[told.offset]
+                assert table.index.keys[entry].tobytes() == key(told.key)
+                assert table.pins[entry] > 0
 
     def teardown(self) -> None:
         """Let everybody who lives finish, without any time passing: nothing may be stuck."""
@@ -403,6 +481,7 @@ class StoreMachine(RuleBasedStateMachine):
                         self._ask(worker, job, True)
                         while worker.told:
                             self.commit(self.engines.index(engine), worker.rank, True)
+        assert not len(self.world.core.quarantine), "a slot that nobody may touch is not given back"
         self._finish_loads(workers)
         for worker in workers:
             for load in worker.loads.values():
@@ -432,5 +511,5 @@ class StoreMachine(RuleBasedStateMachine):
                         moved = True
 
 
-StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestStoreMachine = StoreMachine.TestCase

@@ -247,7 +247,7 @@ class StoreCore:
     # ---- time and work ----------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Do one bounded piece of waiting work; return whether there is more."""
+        """Do one bounded piece of waiting work; return whether there was any."""
         return self.tickets.step(self.clock())
 
     def tick(self) -> float | None:

@@ -30,7 +30,6 @@ _TASK_CHUNKS = 8
 _TASK_BYTES = 4 << 20
 _DRAIN_S = 30.0
 _FIRST_CLIENT_S = 30.0
-_STEPS_PER_ROUND = 4
 
 
 class Server:
@@ -94,9 +93,9 @@ class Server:
                         self._serve(key.data, events)
                     else:
                         key.data()
-                busy = any(self.core.step() for _ in range(_STEPS_PER_ROUND))
-                self._feed_threads()
                 due_s = self.core.tick()
+                busy = self.core.step()
+                self._feed_threads()
                 self._consider_stopping()
             self._say_goodbye()
         finally:

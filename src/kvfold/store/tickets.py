@@ -191,16 +191,19 @@ class TicketBook:
             self._make_runnable(ticket)
 
     def step(self, now_s: float) -> bool:
-        """Do one bounded piece of work; return whether there is more."""
+        """Do one bounded piece of work; return whether there was any."""
+        worked = False
         for cls, queue in self._queued.items():
             while queue and self._admit(cls, queue[0], now_s):
                 queue.popleft()
+                worked = True
         if self._runnable:
             ticket = self._runnable.popleft()
             ticket.runnable = False
+            worked = True
             if ticket.state == OPEN:
                 self._take(ticket, now_s)
-        return bool(self._runnable)
+        return worked
 
     def tick(self, now_s: float) -> float | None:
         """Fail tickets that the store could not serve for too long; return when to look again."""
