@@ -106,6 +106,8 @@ def flush(
             f"{report['host_only_chunks']} chunks are in host memory only: the disk refuses writes "
             f"(see {tool.folder / 'store.log'})"
         )
+    if not report["synced"]:
+        raise StoreError(f"the disk could not be synced (see {tool.folder / 'store.log'})")
 
 
 @app.command(epilog="Example: kvfold store stop --name default")
@@ -166,9 +168,10 @@ def _tell_drained(report: dict[str, Any], as_json: bool) -> None:
 
 def _tables(report: dict[str, Any], folder: Path) -> list[Table]:
     tables = [_tiers(report, folder), _work(report)]
-    if report["clients"]:
+    engines = [client for client in report["clients"] if client["role"] != "tool"]
+    if engines:
         clients = Table("engine", "role", "rank", "process", title="Clients", title_justify="left")
-        for client in report["clients"]:
+        for client in engines:
             row = (client["engine"], client["role"], client["rank"], client["pid"])
             clients.add_row(*map(str, row))
         tables.append(clients)

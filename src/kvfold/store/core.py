@@ -63,7 +63,7 @@ class StoreCore:
         clock: Callable[[], float],
         send: Send,
         stop: Callable[[], None] = lambda: None,
-        sync: Sync = lambda done: done(),
+        sync: Sync = lambda done: done(True),
         pid: int = 0,
     ) -> None:
         self.store_id = secrets.token_hex(16)
@@ -280,4 +280,8 @@ class StoreCore:
 
 
 def _told(drained: Drained) -> dict[str, object]:
-    return {"written_chunks": drained.written, "host_only_chunks": drained.host_only}
+    return {
+        "written_chunks": drained.written,
+        "host_only_chunks": drained.host_only,
+        "synced": drained.synced,
+    }

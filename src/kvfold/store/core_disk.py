@@ -20,10 +20,11 @@ from kvfold.store.disk import Found, ReadOutcome
 
 log = logging.getLogger("kvfold.store")
 
-# Makes what was written durable, and calls the function then.
-Sync = Callable[[Callable[[], None]], None]
+# Makes what was written durable, then calls the function with whether that worked.
+Sync = Callable[[Callable[[bool], None]], None]
 
 _PAUSE_AT_MOST_S = 60.0
+_WARN_EVERY_S = 10.0
 # Chunks over the bound: how many are remembered, and how many are queued at a time.
 _LATER_AT_MOST = 1 << 20
 _REFILL = 64
@@ -44,10 +45,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Drained:
-    """How a drain ended: chunks written by it and since, and chunks that are in host only."""
+    """How a drain ended: chunks written meanwhile, chunks in host only, and whether all of what
+    is on disk is durable."""
 
     written: int
     host_only: int
+    synced: bool = True
 
 
 class DiskQueue:
@@ -65,6 +68,7 @@ class DiskQueue:
         self._sequence = time.time_ns() // 1000
         self._resume_s = 0.0
         self._pause_s = 0.0
+        self._warn_again_s = 0.0
         self._drains: list[tuple[int, Callable[[Drained], None]]] = []
         self.scanning = table.disk is not None
         self.stored_chunks = 0
@@ -165,12 +169,14 @@ class DiskQueue:
             return
         drains, self._drains = self._drains, []
         if drains:
-            self._sync(lambda: self._report_drains(drains))
+            self._sync(lambda synced: self._report_drains(drains, synced))
 
-    def _report_drains(self, drains: list[tuple[int, Callable[[Drained], None]]]) -> None:
+    def _report_drains(
+        self, drains: list[tuple[int, Callable[[Drained], None]]], synced: bool
+    ) -> None:
         host_only = len(self._host_only())
         for before, done in drains:
-            done(Drained(self.stored_chunks - before, host_only))
+            done(Drained(self.stored_chunks - before, host_only, synced))
 
     # ---- what comes out ---------------------------------------------------------------------
 
@@ -239,11 +245,17 @@ class DiskQueue:
         self._table.end_read(entry, False)
         if isinstance(outcome, OSError):
             self.failed_reads += 1
-            log.warning("a chunk cannot be read from disk: %s", outcome)
+            self._warn_of_loss("cannot be read from disk: %s", outcome)
             return f"disk: {outcome.strerror or outcome}"
         self.corrupt += 1
-        log.warning("a chunk on disk is corrupt (%s); it is dropped", outcome.value)
+        self._warn_of_loss("is corrupt on disk (%s) and dropped", outcome.value)
         return f"corrupt on disk ({outcome.value})"
+
+    def _warn_of_loss(self, what: str, why: object) -> None:
+        """Log a lost chunk, but not thousands of them."""
+        if self._clock() >= self._warn_again_s:
+            self._warn_again_s = self._clock() + _WARN_EVERY_S
+            log.warning("a chunk " + what, why)
 
     def write_done(self, order: Order, error: OSError | None) -> None:
         """Note a finished write."""

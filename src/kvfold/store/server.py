@@ -157,17 +157,19 @@ class Server:
         """The core has drained."""
         self._stop_now = True
 
-    def _sync(self, done: Callable[[], None]) -> None:
+    def _sync(self, done: Callable[[bool], None]) -> None:
         """Make what was written durable, on a disk thread, and run `done` in the loop."""
         disk, threads = self._disk, self._threads
         assert disk is not None
         assert threads is not None
 
         def run() -> None:
+            synced = False
             try:
                 disk.sync()
+                synced = True
             finally:
-                self._wakeup.put(done)
+                self._wakeup.put(lambda: done(synced))
 
         threads.call(run)
 
