@@ -3,7 +3,7 @@
     python store_child.py SETTINGS_JSON RANK
 
 Answers each line with one line. Lines: {"do": "ask" | "write" | "commit" | "ready" | "drop" |
-"close" | "ping", ...}.
+"churn" | "close" | "ping", ...}.
 """
 
 from __future__ import annotations
@@ -17,8 +17,21 @@ from typing import Any
 import numpy as np
 from store_peers import GROUP, SPACE, content, join
 
-from kvfold.store.client import StoreClient
+from kvfold.store.client import REFUSED, StoreClient
 from kvfold.store.settings import StoreSettings
+
+
+def churn(client: StoreClient, numbers: list[int]) -> None:
+    assert client.arena is not None
+    for job in range(1000, 1_000_000):
+        some = numbers[4 * job % len(numbers) :][:4]
+        masks = np.full(len(some), 2, np.uint64)
+        offsets = client.ask(job, 0, SPACE, join(some), 2, masks).offsets
+        given = np.flatnonzero(offsets < REFUSED).astype(np.uint32)
+        for i in given:
+            data = content(some[i])
+            client.arena[int(offsets[i]) : int(offsets[i]) + len(data)] = data
+        client.commit(job, given, True)
 
 
 def main() -> None:
@@ -60,7 +73,10 @@ def main() -> None:
                 some.wait(10)
                 answer = sorted(ready.items())
             case "drop":  # the connection, not the process, and without a word
-                client._sock.shutdown(socket.SHUT_RDWR)
+                client._wire._sock.shutdown(socket.SHUT_RDWR)
+            case "churn":  # store and store again until killed, after this answer
+                print(json.dumps(None), flush=True)
+                churn(client, told["numbers"])
             case "close":
                 client.close()
         print(json.dumps(answer), flush=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
-from store_peers import GROUP, SPACE, Child, Peer, content, eventually, join, settings
+from store_peers import GROUP, PAYLOAD, SPACE, Child, Peer, content, eventually, join, settings
 
 from kvfold.errors import ConfigError, StoreError, StoreGone, StoreRefused
 from kvfold.store import connection
@@ -184,6 +187,55 @@ def test_the_store_is_killed_and_its_disk_serves_the_next(told: StoreSettings) -
     scheduler.client.close()
 
 
+def loaded(scheduler: Peer, worker: Peer, numbers: list[int], ticket: int) -> int:
+    """Load what is there, each chunk by a ticket of its own; return how many arrived."""
+    there = [n for n, tier in zip(numbers, worker.tiers(numbers), strict=True) if tier]
+    for offset, number in enumerate(there):
+        scheduler.client.open_ticket(ticket + offset, 0, SPACE, join([number]), 1)
+    arrived = torn = 0
+    while arrived + torn < len(there):
+        if not worker.failed.empty():  # torn: found by its header, refused by its sum
+            worker.done(worker.failed.get()[0])
+            torn += 1
+            continue
+        try:
+            of, _, where = worker.ready.get(timeout=0.1)
+        except queue.Empty:
+            continue
+        assert worker.client.arena is not None
+        seen = bytes(worker.client.arena[where : where + PAYLOAD])
+        assert seen == content(there[of - ticket]), "wrong bytes"
+        worker.client.ack(of, np.zeros(1, np.uint32))
+        assert worker.done(of)
+        arrived += 1
+    return arrived
+
+
+@pytest.mark.parametrize("victim", ["store", "writer"])
+def test_kills_at_random_times_in_the_middle_of_stores(told: StoreSettings, victim: str) -> None:
+    random = Random(victim)
+    numbers = list(range(200))
+    arrived = 0
+    for _ in range(6):
+        child = Child(told)
+        child.tell("churn", numbers=numbers)
+        time.sleep(random.uniform(0.05, 0.3))
+        os.kill(child.store_pid if victim == "store" else child.process.pid, signal.SIGKILL)
+        child.kill()
+        worker, scheduler = Peer(told), Peer(told, "scheduler")
+        await_scan(worker)
+        eventually(lambda: status_is_quiet(worker))  # noqa: B023
+        arrived += loaded(scheduler, worker, numbers, 1)
+        worker.client.close()
+        scheduler.client.close()
+    assert arrived > 50
+
+
+def status_is_quiet(peer: Peer) -> bool:
+    now = status(peer)
+    return not now["quarantined_slots"] and not now["jobs_open"] and not now["departed_holders"]
+
+
 def test_the_store_is_no_child_of_its_starter_and_outlives_it(told: StoreSettings) -> None:
     child = Child(told)
     os.kill(child.process.pid, signal.SIGKILL)
@@ -275,6 +327,17 @@ def test_refusals_carry_their_code(told: StoreSettings) -> None:
     assert small.value.code == "host_too_small"
     assert worker.tiers([1]) == [0]
     worker.client.close()
+
+
+def test_a_client_that_comes_while_a_store_ends_gets_the_next_one(told: StoreSettings) -> None:
+    for how in (signal.SIGKILL, signal.SIGTERM):
+        worker = Peer(told)
+        first = worker.client.store_id
+        os.kill(worker.client.store_pid, how)
+        others = [Peer(told, engine=f"engine {n}") for n in range(3)]
+        assert len({other.client.store_id for other in others} - {first}) == 1
+        for peer in (worker, *others):
+            peer.client.close()
 
 
 def test_who_talks_nonsense_is_cut_off_alone(told: StoreSettings) -> None:

@@ -511,5 +511,5 @@ class StoreMachine(RuleBasedStateMachine):
                         moved = True
 
 
-StoreMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
 TestStoreMachine = StoreMachine.TestCase

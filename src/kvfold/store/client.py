@@ -1,7 +1,7 @@
 """A client of the store, as the connector and the tools use it.
 
-One thread per client does the receiving (and what sending did not fit the socket at once);
-callbacks run on it. No call blocks, except those that take a timeout, and none outlives a store.
+Callbacks run on a thread of the client's own. No call blocks, except those that take a timeout,
+and none outlives its store.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
-import select
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -28,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvfold.errors import FormatError, StoreGone, StoreRefused
 from kvfold.store.arena import map_arena
-from kvfold.store.launch import connect_socket, ensure_store
+from kvfold.store.launch import ensure_store
 from kvfold.store.messages import (
     EXISTS,
     KEY_BYTES,
@@ -44,7 +40,6 @@ from kvfold.store.messages import (
     Done,
     Failed,
     Flush,
-    Frames,
     FromStore,
     Group,
     Hello,
@@ -52,18 +47,15 @@ from kvfold.store.messages import (
     Message,
     OpenTicket,
     Ready,
-    Refused,
     Released,
     Report,
     Status,
     Stop,
     Tiers,
-    Welcome,
-    encode,
-    store_decoder,
 )
 from kvfold.store.messages import Verdicts as VerdictsMessage
 from kvfold.store.settings import StoreSettings
+from kvfold.store.wire import Wire
 
 __all__ = [
     "EXISTS",
@@ -78,9 +70,7 @@ __all__ = [
 
 log = logging.getLogger("kvfold.store.client")
 
-MAX_UNSENT_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
-_CLOSE_S = 2.0
+_RETRY_S = 0.05
 
 Role = Literal["scheduler", "worker", "tool"]
 Answer = TypeVar("Answer")
@@ -110,31 +100,17 @@ class StoreClient:
     store. alive: whether the connection still stands.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        frames: Frames[FromStore],
-        welcome: Welcome,
-        arena: memoryview | None,
-        callbacks: Callbacks,
-    ) -> None:
+    def __init__(self, wire: Wire, arena: memoryview | None, callbacks: Callbacks) -> None:
         self.arena = arena
-        self.store_id = welcome.store
-        self.store_pid = welcome.pid
-        self._sock = sock
-        self._frames = frames
+        self.store_id = wire.welcome.store
+        self.store_pid = wire.welcome.pid
+        self._wire = wire
         self._callbacks = callbacks
         self._rids = itertools.count(1)
         self._lock = threading.Lock()
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
         self._answers: dict[int, tuple[type[Any], Future[Any]]] = {}
-        self._alive = True
         self._closing = False
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        sock.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="kvfold-client", daemon=True)
-        self._thread.start()
+        wire.start(self._dispatch, self._end)
 
     @classmethod
     def connect(
@@ -159,11 +135,21 @@ class StoreClient:
         `StoreError` in the store's words if it cannot start.
         """
         until_s = time.monotonic() + timeout_s
-        folder = settings.runtime_path(engine)
-        if start:
-            folder = ensure_store(settings, engine, timeout_s)
         hello = Hello(VERSION, role, engine, rank, world, fingerprint, list(groups))
-        return cls._open(folder, hello, Callbacks(on_ready, on_failed, on_gone), until_s)
+        callbacks = Callbacks(on_ready, on_failed, on_gone)
+        while True:
+            folder = settings.runtime_path(engine)
+            left_s = until_s - time.monotonic()
+            if start:
+                folder = ensure_store(settings, engine, max(0.0, left_s))
+            try:
+                return cls._open(folder, hello, callbacks, until_s)
+            except (StoreGone, StoreRefused) as error:
+                # A store that is just ending may still have let us in: the next one will not.
+                ending = isinstance(error, StoreGone) or error.code == "stopping"
+                if not start or not ending or time.monotonic() + _RETRY_S > until_s:
+                    raise
+            time.sleep(_RETRY_S)
 
     @classmethod
     def connect_tool(cls, folder: Path, timeout_s: float = 5.0) -> StoreClient:
@@ -173,34 +159,22 @@ class StoreClient:
 
     @classmethod
     def _open(cls, folder: Path, hello: Hello, callbacks: Callbacks, until_s: float) -> StoreClient:
-        sock = connect_socket(folder, max(0.1, until_s - time.monotonic()))
-        frames: Frames[FromStore] = Frames(store_decoder)
-        descriptors: list[int] = []
+        wire = Wire(folder, hello, until_s)
+        arena = None
         try:
-            sock.sendall(encode(hello))
-            welcome = _receive_welcome(sock, frames, descriptors, until_s)
-            arena = None
             if hello.role == "worker":
-                if len(descriptors) != 1:
-                    raise FormatError(f"the store sent {len(descriptors)} descriptors")
-                arena = map_arena(descriptors[0], welcome.arena_bytes)
-        except StoreGone:
-            sock.close()
-            raise
-        except OSError as error:
-            sock.close()
-            raise StoreGone(f"the store in {folder} did not answer: {error}") from None
+                if wire.descriptor < 0:
+                    raise FormatError("the store sent no arena")
+                arena = map_arena(wire.descriptor, wire.welcome.arena_bytes)
         except BaseException:
-            sock.close()
+            wire.abandon()
             raise
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        return cls(sock, frames, welcome, arena, callbacks)
+        wire.close_descriptor()
+        return cls(wire, arena, callbacks)
 
     @property
     def alive(self) -> bool:
-        return self._alive
+        return self._wire.alive
 
     # ---- scheduler --------------------------------------------------------------------------
 
@@ -221,14 +195,14 @@ class StoreClient:
 
         Raises `StoreGone`.
         """
-        self._send(OpenTicket(ticket, group, namespace, keys, readers))
+        self._wire.send(OpenTicket(ticket, group, namespace, keys, readers))
 
     # ---- worker -----------------------------------------------------------------------------
 
     def ack(self, ticket: int, indices: NDArray[np.uint32]) -> None:
         """These announced chunks are copied. Silent if the store is gone."""
         with suppress(StoreGone):
-            self._send(Ack(ticket, np.asarray(indices, "<u4").tobytes()))
+            self._wire.send(Ack(ticket, np.asarray(indices, "<u4").tobytes()))
 
     def done(self, ticket: int, callback: Callable[[bool], None]) -> None:
         """This worker touches the ticket no more; `callback(held)`, False if the store is gone."""
@@ -272,7 +246,7 @@ class StoreClient:
     def commit(self, job: int, indices: NDArray[np.uint32], ok: bool) -> None:
         """The chunks are written (`ok`) or will not be. Silent if the store is gone."""
         with suppress(StoreGone):
-            self._send(Commit(job, np.asarray(indices, "<u4").tobytes(), ok))
+            self._wire.send(Commit(job, np.asarray(indices, "<u4").tobytes(), ok))
 
     def _decline(self, job: int, future: Future[VerdictsMessage]) -> None:
         if future.exception() is None:
@@ -307,13 +281,8 @@ class StoreClient:
         """
         self._closing = True
         with suppress(StoreGone):
-            self._send(Bye())
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_S)
-            if self._thread.is_alive():  # the store hangs
-                with suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
-                self._thread.join()
+            self._wire.send(Bye())
+        self._wire.join()
         self.arena = None
 
     # ---- requests ---------------------------------------------------------------------------
@@ -325,7 +294,7 @@ class StoreClient:
         with self._lock:
             self._answers[rid] = answer, future
         try:
-            self._send(make(rid))
+            self._wire.send(make(rid))
         except BaseException:
             with self._lock:
                 self._answers.pop(rid, None)
@@ -339,78 +308,7 @@ class StoreClient:
         except FutureTimeout:
             raise StoreGone("the store did not answer in time") from None
 
-    def _send(self, message: Message) -> None:
-        """Send a message, or as much as fits and leave the rest to the thread."""
-        rest = memoryview(encode(message))
-        with self._lock:
-            if not self._alive:
-                raise StoreGone("the connection to the store is closed")
-            if not self._unsent:
-                try:
-                    rest = rest[self._sock.send(rest) :]
-                except (BlockingIOError, InterruptedError):
-                    pass
-                except OSError as error:
-                    raise StoreGone(f"the store is gone: {error}") from None
-            if not len(rest):
-                return
-            self._unsent.append(rest)
-            self._unsent_bytes += len(rest)
-            if self._unsent_bytes > MAX_UNSENT_BYTES:
-                with suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
-                raise StoreGone("the store does not read what it is sent")
-            os.eventfd_write(self._wakeup, 1)
-
-    # ---- the thread -------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            for message in self._frames:  # what came together with the welcome
-                self._dispatch(message)
-            poll = select.poll()
-            poll.register(self._wakeup, select.POLLIN)
-            while True:
-                wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-                poll.register(self._sock, wanted)
-                for descriptor, events in poll.poll():
-                    if descriptor == self._wakeup:
-                        os.eventfd_read(self._wakeup)
-                    elif events & select.POLLOUT:
-                        self._flush()
-                    elif not self._receive():
-                        return
-        except FormatError:
-            log.exception("the store sent what a store does not send")
-        except OSError as error:
-            log.info("the connection to the store broke: %s", error)
-        finally:
-            self._end()
-
-    def _flush(self) -> None:
-        with self._lock:
-            while self._unsent:
-                first = self._unsent[0]
-                try:
-                    sent = self._sock.send(first)
-                except (BlockingIOError, InterruptedError):
-                    return
-                self._unsent_bytes -= sent
-                if sent < len(first):
-                    self._unsent[0] = first[sent:]
-                    return
-                self._unsent.popleft()
-
-    def _receive(self) -> bool:
-        """Take in what has come; False at the end of the stream."""
-        try:
-            data = self._sock.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return True
-        self._frames.feed(data)
-        for message in self._frames:
-            self._dispatch(message)
-        return bool(data)
+    # ---- on the wire's thread ---------------------------------------------------------------
 
     def _dispatch(self, message: FromStore) -> None:
         try:
@@ -440,13 +338,7 @@ class StoreClient:
     def _end(self) -> None:
         """The connection is over: every question is answered with `StoreGone`."""
         with self._lock:
-            self._alive = False
             answers, self._answers = self._answers, {}
-            self._unsent.clear()
-            self._unsent_bytes = 0
-        self._sock.close()
-        with self._lock:
-            os.close(self._wakeup)
         for _, future in answers.values():
             future.set_exception(StoreGone("the store is gone"))
         if not self._closing:
@@ -454,22 +346,3 @@ class StoreClient:
                 self._callbacks.on_gone()
             except Exception:
                 log.exception("a callback of the store's client failed")
-
-
-def _receive_welcome(
-    sock: socket.socket, frames: Frames[FromStore], descriptors: list[int], until_s: float
-) -> Welcome:
-    """Wait for the answer to Hello; descriptors that come along are added to the list."""
-    while True:
-        sock.settimeout(max(0.01, until_s - time.monotonic()))
-        data, received, _, _ = socket.recv_fds(sock, _READ_BYTES, 4)
-        descriptors += received
-        if not data:
-            raise StoreGone("the store closed the connection")
-        frames.feed(data)
-        for message in frames:
-            if isinstance(message, Refused):
-                raise StoreRefused(message.code, message.message)
-            if not isinstance(message, Welcome):
-                raise FormatError(f"{type(message).__name__} where a welcome was expected")
-            return message
