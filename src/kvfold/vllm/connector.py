@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
 _local_workers: WeakValueDictionary[str, WorkerSide] = WeakValueDictionary()
 """Workers of this process by engine: an in-process engine is not stepped between calls, so its

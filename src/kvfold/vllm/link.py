@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from kvfold.store.client import Group, Role, StoreClient
 from kvfold.store.settings import StoreSettings
+from kvfold.vllm.threads import start_thread
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 10.0
 
@@ -128,8 +129,7 @@ class StoreLink:
         if self._on_gone is not None:
             self._on_gone(number)
         logger.warning("kvfold: the store is gone; lookups miss until it is back")
-        self._thread = threading.Thread(target=self._reconnect, name="kvfold-link", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kvfold-link", self._reconnect)
 
     def _reconnect(self) -> None:
         pause_s = FIRST_PAUSE_S

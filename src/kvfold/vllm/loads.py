@@ -11,7 +11,6 @@ its pins held throughout.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.vllm.messages import LoadFailure, LoadOrder
+from kvfold.vllm.threads import start_thread
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
 ACK_EVERY = 8
 """Chunks copied between two acknowledgements: frees windows early without a message per chunk."""
@@ -99,8 +99,7 @@ class Loads:
         self._early: OrderedDict[tuple[int, int], list[Callable[[], None]]] = OrderedDict()
         self._reports: deque[LoadReport] = deque()
         self.counters = LoadCounters()
-        self._thread = threading.Thread(target=self._run, name="kvfold-loads", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kvfold-loads", self._run)
 
     # -- called by others ----------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ until then; it is reported only when this worker no longer reads them.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,9 +22,12 @@ from numpy.typing import NDArray
 from kvfold.errors import KvfoldError
 from kvfold.store.client import NO_ROOM, REFUSED, Verdicts
 from kvfold.vllm.messages import StoreOrder
+from kvfold.vllm.threads import start_thread
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
+FINISH_S = 2.0
+"""How long a closing worker goes on with queued jobs."""
 COMMIT_EVERY = 8
 """Chunks copied between two commits: published early without a message per chunk."""
 
@@ -104,8 +106,7 @@ class Saves:
         self._reports: deque[SaveReport] = deque()
         self._stopped = False
         self.counters = SaveCounters()
-        self._thread = threading.Thread(target=self._run, name="kvfold-saves", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kvfold-saves", self._run)
 
     def submit(
         self,
@@ -126,13 +127,14 @@ class Saves:
         return reports
 
     def close(self) -> bool:
-        """Finish the running job, drop the queued ones and end the thread.
+        """Finish queued jobs for a moment, drop the rest and end the thread.
 
         Returns False if a copy still runs.
         """
-        self._stopped = True
         self._jobs.put(None)
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=FINISH_S)
+        self._stopped = True
+        self._thread.join(timeout=self._deadline_s + FINISH_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,13 +33,14 @@ from kvfold.vllm.messages import (
     StepResults,
     StoreOrder,
 )
+from kvfold.vllm.threads import start_thread
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
 LOOKUP_DEADLINE_S = 5.0
 """The I/O thread gives up on a lookup after this; the request has long gone on without."""
@@ -183,8 +183,7 @@ class SchedulerSide:
         self._job_numbers = itertools.count(time.time_ns())
         self._jobs_made = 0
         self._io: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run_io, name="kvfold-lookups", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kvfold-lookups", self._run_io)
 
     # -- lookups -------------------------------------------------------------------------------
 
