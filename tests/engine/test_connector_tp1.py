@@ -30,6 +30,7 @@ def store(tmp_runtime: Path, tmp_path: Path, no_leaks: None):
         "disk": "256MiB",
         "disk_path": str(tmp_path / "disk"),
         "runtime_dir": str(tmp_runtime),
+        "lookup_wait_ms": 5000,  # a busy machine must not turn hits into misses here
     }
     yield settings
     stop(settings)

@@ -398,6 +398,12 @@ def test_running_copies_delay_preemption_only_shortly(bench):
     assert not bench.side.copies_may_free_blocks()
 
 
+def test_only_steps_that_compute_nothing_are_slowed_down(bench):
+    request = bench.arrive("a", 64)
+    assert bench.step([(request, 64)]).pause_s == 0
+    assert 0 < bench.step([]).pause_s < 0.01
+
+
 def test_orders_are_small_arrays(bench):
     request = bench.arrive("a", 64)
     (order,) = bench.step([(request, 64)]).stores

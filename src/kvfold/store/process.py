@@ -58,6 +58,9 @@ def run_here(settings: StoreSettings, ready: Callable[[Path], None]) -> None:
 def make_server(settings: StoreSettings, folder: Path) -> Server:
     """A server that listens in `folder`, whose lock the caller holds. Raises `StoreError`."""
     os.umask(0o077)
+    with suppress(OSError):
+        # An engine's worker that started us may be pinned to a core of its model; we are not.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     check_memory(settings.host_bytes)
     disk = None
     if settings.disk_path is not None:

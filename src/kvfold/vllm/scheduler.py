@@ -44,6 +44,10 @@ logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
 LOOKUP_DEADLINE_S = 5.0
 """The I/O thread gives up on a lookup after this; the request has long gone on without."""
+IDLE_PAUSE_S = 0.001
+"""Rest of a step without tokens. The engine makes those while it waits for a lookup, a load or the
+last store; workers that spin from one to the next would keep the store and our threads from the
+cores that they wait for."""
 MAX_CHUNKS = 65_536
 """Chunks of one ticket or job at most; a longer prefix is offered up to here."""
 LOOKUP_FRESH_S = 0.5
@@ -351,6 +355,8 @@ class SchedulerSide:
                 if computed >= state.next_tokens:
                     self._store_guarded(state, partial(tables.get_block_ids, req_id), computed)
         orders, self._orders = self._orders, StepOrders()
+        if not scheduler_output.num_scheduled_tokens:
+            orders.pause_s = IDLE_PAUSE_S
         return orders
 
     def _store_guarded(self, state: _Request, table: Callable[[], Any], computed: int) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -231,12 +232,14 @@ class WorkerSide:
                 self._loads.start(order, client, connection)
 
     def submit_stores(self, orders: StepOrders) -> None:
-        """Queue this step's stores; called after its forward pass."""
+        """Queue this step's stores; called after its forward pass, also if there was none."""
         assert self._saves is not None
         if orders.stores:
             client, connection = self._client()
             for order in orders.stores:
                 self._saves.submit(order, client, connection, no_wait)
+        if orders.pause_s:
+            time.sleep(orders.pause_s)
 
     def take_loads(self) -> tuple[set[str], StepResults | None]:
         """Requests whose loads ended, failed ones with their reason."""

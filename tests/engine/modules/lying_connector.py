@@ -1,0 +1,9 @@
+"""A connector that believes every layer to have one KV head: the lie that an audit must catch."""
+
+from kvfold.vllm import KvfoldConnector, translate
+
+translate.total_heads = lambda config, layer: 1
+
+
+class LyingConnector(KvfoldConnector):
+    """Claims replicas where ranks hold different heads."""
