@@ -122,8 +122,6 @@ class Room:
                 log=self.work / "engine.log",
                 connector=connector,
                 engine_args={"block_size": SPAN},
-                # As `vllm serve` does: the scheduler and copies beside the front end.
-                env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
                 start_timeout_s=300,
             )
         with engine:

@@ -127,7 +127,13 @@ def run_case(case: Case, work: Path, progress: Progress) -> Folded:
 
 def _engine(case: Case, connector: dict[str, Any], work: Path) -> Engine:
     return Engine(
-        case.model, log=work / "engine.log", tp=TP, connector=connector, start_timeout_s=300
+        case.model,
+        log=work / "engine.log",
+        tp=TP,
+        connector=connector,
+        # The scheduler in the front end's process: one process less to import, to wait and to spin.
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        start_timeout_s=300,
     )
 
 
