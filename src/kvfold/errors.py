@@ -1,12 +1,12 @@
 """Every error kvfold raises on purpose.
 
-    KvfoldError
-    ├── ConfigError        a setting or input is unusable: names field, value, expectation
-    ├── PlanError          a model, layout or engine cannot be planned
-    ├── StoreError         the store refused or cannot do what was asked
-    │   ├── StoreRefused   the store answered "no" to a hello (carries a code)
-    │   └── StoreGone      the store's process or socket is gone, or a deadline passed
-    └── FormatError        bytes on disk or from a socket are not what they claim to be
+KvfoldError
+├── ConfigError        a setting or input is unusable: names field, value, expectation
+├── PlanError          a model, layout or engine cannot be planned
+├── StoreError         the store refused or cannot do what was asked
+│   ├── StoreRefused   the store answered "no" to a hello (carries a code)
+│   └── StoreGone      the store's process or socket is gone, or a deadline passed
+└── FormatError        bytes on disk or from a socket are not what they claim to be
 """
 
 from __future__ import annotations

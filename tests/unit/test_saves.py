@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvfold.store.client import EXISTS, NO_ROOM, REFUSED, Verdicts
-
 from kvfold.errors import StoreGone
+from kvfold.store.client import EXISTS, NO_ROOM, REFUSED, Verdicts
 from kvfold.vllm.messages import StoreOrder
 from kvfold.vllm.saves import Saves
 

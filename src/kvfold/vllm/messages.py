@@ -49,7 +49,7 @@ class StepOrders(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     pause_s: float = 0.0
-    """This step computes nothing and the engine only waits for kvfold: a worker may rest so long."""
+    """This step computes nothing, the engine only waits for kvfold: a worker rests so long."""
     reset: bool = False
     """The epoch changed: loads begun before must not be served."""
 
