@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.errors import KvfoldError
-from kvfold.testing.demo_measure import Difference, DiskLimit, Stores, difference, serves
+from kvfold.testing.demo_measure import PATIENT, Difference, DiskLimit, Stores, difference, serves
 from kvfold.testing.demo_show import Progress
 from kvfold.testing.demo_text import ANSWER_TOKENS, SPAN, Prompts
 from kvfold.testing.engines import Engine
@@ -108,8 +108,7 @@ class Room:
             "disk": "1GiB",
             "disk_path": str(work / "disk"),
             "runtime_dir": str(self.stores.runtime),
-            "linger_s": 120,
-            "lookup_wait_ms": 2000,  # hits are counted here: a busy machine must not make misses
+            **PATIENT,
         }
         self._counters: Mapping[str, int] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvfold.testing.demo_fold import Folded
+from kvfold.testing.demo_fold import PROMPT_TOKENS, Folded
 from kvfold.testing.demo_report import Findings
 
 _PLAIN, _OURS, _COPIES, _AIM = "#8a8f98", "#2a7f62", "#c9ccd1", "#b5473c"
@@ -55,13 +55,14 @@ def _draw_ttft(axes: Any, found: Findings) -> None:
         axes.plot(times_ms, [row] * len(times_ms), "o", color=colour, alpha=0.45, markersize=6)
         axes.plot([median_ms], [row], "|", color=colour, markersize=22, markeredgewidth=3)
         reach_ms = max(times_ms)
+        text = f"median {median_ms:,.0f} ms" if len(times_ms) > 1 else f"{median_ms:,.0f} ms"
         if aim := aims.get(one.name):
             aim_ms = 1e3 * aim.aim_s
-            label = "aim: at most" if "aim" not in axes.get_legend_handles_labels()[1] else None
-            axes.plot([aim_ms], [row], "<", color=_AIM, markersize=9, label=label)
+            axes.plot([aim_ms], [row], "<", color=_AIM, markersize=9)
             reach_ms = max(reach_ms, aim_ms)
+            text += f", aim at most {aim_ms:,.0f} ms"
         axes.annotate(
-            f"{median_ms:,.0f} ms",
+            text,
             (reach_ms, row),
             xytext=(12, 0),
             textcoords="offset points",
@@ -70,16 +71,17 @@ def _draw_ttft(axes: Any, found: Findings) -> None:
         )
     axes.set_xscale("log")
     low, high = axes.get_xlim()
-    axes.set_xlim(low / 1.3, high * 2.2)
+    axes.set_xlim(low / 1.3, high * 3)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_minor_formatter(lambda *_: "")
     axes.set_yticks(range(len(passes)), [_LABELS[one.name] for one in passes], fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="x", which="both", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel("time to first token, ms (log scale; dots: questions, bar: median)", fontsize=9)
+    axes.set_xlabel("ms, log scale; dots: questions, bar: median, triangle: aim", fontsize=9)
     prompts = found.asking.prompts
-    axes.set_title(f"A document of {prompts.shared_tokens:,} tokens", fontsize=11, loc="left")
+    title = f"Time to first token, questions about {prompts.shared_tokens:,} tokens"
+    axes.set_title(title, fontsize=11, loc="left")
     _bare(axes)
 
 
@@ -103,8 +105,8 @@ def _draw_bytes(axes: Any, folded: Sequence[Folded]) -> None:
     axes.set_yticks(range(len(folded)), [one.case.name for one in folded], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(one.case.copies_bytes for one in folded) / 1e6)
-    axes.set_xlabel("MB for one prompt", fontsize=9)
-    axes.set_title("Bytes stored at TP2", fontsize=11, loc="left")
+    axes.set_xlabel("MB", fontsize=9)
+    axes.set_title(f"Bytes for {PROMPT_TOKENS} tokens at TP2", fontsize=11, loc="left")
     axes.legend(loc="lower right", fontsize=9, frameon=False)
     _bare(axes)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvfold.testing.checkpoints import prompt
 from kvfold.testing.demo_measure import (
+    PATIENT,
     Bytes,
     Difference,
     Stores,
@@ -88,8 +89,7 @@ def run_case(case: Case, work: Path, progress: Progress) -> Folded:
         "disk_path": str(work / "disk"),
         "runtime_dir": str(stores.runtime),
         "digest_dir": str(digests),
-        "linger_s": 120,
-        "lookup_wait_ms": 2000,  # hits are counted here: a busy machine must not make misses
+        **PATIENT,
     }
     ids = prompt(PROMPT_TOKENS, seed=1)
     chunks = case.hit_tokens // case.span

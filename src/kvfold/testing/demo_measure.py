@@ -21,6 +21,17 @@ from kvfold.store.launch import running_stores
 GAP_ALLOWED = 1e-3
 """Two best log probabilities this close are a tie: rounding decides which one is taken."""
 
+PATIENT = {
+    "lookup_wait_ms": 5000,
+    "store_deadline_s": 60,
+    "load_deadline_s": 60,
+    "linger_s": 120,
+}
+"""Connector settings under which a machine that is busy makes the demo slower, but no hit a miss.
+
+A demo that is killed leaves a store for `linger_s`.
+"""
+
 _POLL_S = 0.05
 _PAGE = 4096
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvfold.sizes import format_bytes
 from kvfold.testing.demo_ask import Asking, Pass
-from kvfold.testing.demo_fold import Folded
+from kvfold.testing.demo_fold import PROMPT_TOKENS, Folded
 from kvfold.testing.demo_judge import Aim, Check
 from kvfold.testing.demo_text import SPAN
 
@@ -100,25 +100,28 @@ def _agreement(differing: int, one: Pass) -> str:
 
 def _fold_table(folded: Sequence[Folded]) -> Table:
     table = Table(
-        title="TP2, engine and store restarted, loaded from disk",
+        title=f"TP2, a prompt of {PROMPT_TOKENS} tokens, engine and store restarted",
         title_justify="left",
     )
     table.add_column("checkpoint")
-    for name in ("loaded", "stored", "TP copies", "share"):
+    table.add_column("loaded", justify="right", no_wrap=True)
+    table.add_column("tier")
+    for name in ("stored", "TP copies", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("answers")
-    table.add_column("ranks hold")
-    table.add_column("bytes after load")
+    table.add_column("ranks")
+    table.add_column("after load")
     for one in folded:
         same, distinct = one.bytes.same_on_ranks, one.bytes.distinct_on_ranks
         table.add_row(
             one.case.name,
-            f"{one.loaded_tokens} tokens",
+            f"{one.loaded_tokens} of {PROMPT_TOKENS}",
+            " + ".join(tier for tier, count in one.loaded_from.items() if count) or "-",
             format_bytes(one.stored_bytes),
             format_bytes(one.case.copies_bytes),
             f"1/{one.case.copies_bytes / one.stored_bytes:.3g}" if one.stored_bytes else "-",
             "equal" if one.answer is None else f"differ at {one.answer.position}",
-            "the same" if same else "their own" if distinct else "mixed",
+            "equal" if same else "differ" if distinct else "mixed",
             "as stored" if one.bytes.kept else "wrong",
         )
     return table
@@ -178,6 +181,7 @@ def _folded_json(one: Folded) -> dict[str, Any]:
         "checkpoint": one.case.name,
         "span_tokens": one.case.span,
         "loaded_tokens": one.loaded_tokens,
+        "computed_tokens": PROMPT_TOKENS - one.loaded_tokens,
         "loaded_from": one.loaded_from,
         "stored_bytes": one.stored_bytes,
         "stored_chunks": one.stored_chunks,
