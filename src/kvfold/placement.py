@@ -13,7 +13,14 @@ from math import gcd
 
 from kvfold.errors import PlanError
 from kvfold.mesh import Mesh
-from kvfold.spec import FULL_ATTENTION, MLA, AnySpec, LayerSpec, iter_layer_specs
+from kvfold.spec import (
+    HEAD_KINDS,
+    ROW_KINDS,
+    STATE_KINDS,
+    AnySpec,
+    LayerSpec,
+    iter_layer_specs,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def kv_cache_groups_tp_replicas(groups: Iterable[AnySpec], tp_size: int, dcp_siz
     for group in groups:
         for spec in iter_layer_specs(group):
             seen = True
-            known = spec.kind in (FULL_ATTENTION, MLA) and spec.max_tp_shards is not None
+            known = spec.kind in HEAD_KINDS | ROW_KINDS and spec.max_tp_shards is not None
             if known and not (spec.dcp_sharded and dcp_size > 1):
                 result = gcd(result, max(1, tp_size // (spec.max_tp_shards or 1)))
             else:
@@ -119,6 +126,8 @@ def place(spec: LayerSpec, stage: int, mesh: Mesh) -> LayerPlacement:
         fragment = Fragment(spec.name, 0, 0, (ranks[0],))
         canonical, why = _canonical(spec, 1, interleave)
         return LayerPlacement(stage, 1, 1, (fragment,), canonical, f"one rank holds it all{why}")
+    if spec.kind in STATE_KINDS:
+        return _place_state(spec, stage, ranks, mesh)
     if spec.max_tp_shards is None:
         return _place_undeclared(spec, stage, ranks)
 
@@ -214,6 +223,20 @@ def _head_shards(spec: LayerSpec, tp: int) -> int:
     return min(total, tp)
 
 
+def _place_state(spec: LayerSpec, stage: int, ranks: range, mesh: Mesh) -> LayerPlacement:
+    """One fragment per TP rank, or one for all: DCP and PCP never divide a recurrent state."""
+    shards = 1 if spec.tp_replicated else mesh.tp
+    owners: list[list[int]] = [[] for _ in range(shards)]
+    for rank in ranks:
+        owners[mesh.coords(rank).tp % shards].append(rank)
+    fragments = tuple(Fragment(spec.name, i, 0, tuple(held)) for i, held in enumerate(owners))
+    replicas = fragments[0].replicas
+    canonical, why = _canonical(spec, 1, 1)
+    split = "the same state on every TP rank" if shards == 1 else f"states split over tp={shards}"
+    folding = f"folded {replicas}:1" if replicas > 1 else "not folded: every rank's state differs"
+    return LayerPlacement(stage, shards, 1, fragments, canonical, f"{folding} ({split}){why}")
+
+
 def _place_undeclared(spec: LayerSpec, stage: int, ranks: range) -> LayerPlacement:
     """One fragment per rank: a layer that declares nothing loses folding, never correctness."""
     if spec.total_kv_heads is None:
@@ -230,6 +253,8 @@ def _canonical(spec: LayerSpec, token_shards: int, interleave: int) -> tuple[boo
     """Return whether bytes can be laid out by head and token, and what to add to the reason."""
     if spec.encoding == "opaque":
         return False, "; pages are opaque, kept whole per shard"
+    if token_shards > 1 and spec.encoding == "whole_page":
+        return False, "; rows lie apart within a page, kept whole per DCP shard"
     if token_shards > 1 and interleave % spec.tokens_per_state:
         # Which rank holds a state that summarises tokens of several ranks is not known.
         return False, "; states span DCP shards, pages kept whole per shard"

@@ -12,16 +12,48 @@ from typing import Final, Literal, get_args
 
 from kvfold.errors import ConfigError
 
-Kind = Literal["full_attention", "mla", "hidden_state", "other"]
-Encoding = Literal["heads_first", "tokens_first", "opaque"]
+Kind = Literal[
+    "full_attention",
+    "mla",
+    "indexer",
+    "sliding_window",
+    "chunked_local",
+    "sliding_window_mla",
+    "mamba1",
+    "mamba2",
+    "gdn",
+    "kda",
+    "short_conv",
+    "cross_attention",
+    "encoder_only",
+    "circular_buffer",
+    "hidden_state",
+    "other",
+]
+Encoding = Literal["heads_first", "tokens_first", "whole_page", "opaque"]
 
 FULL_ATTENTION: Final = "full_attention"
 MLA: Final = "mla"
+INDEXER: Final = "indexer"
+SLIDING_WINDOW: Final = "sliding_window"
+CHUNKED_LOCAL: Final = "chunked_local"
+SLIDING_WINDOW_MLA: Final = "sliding_window_mla"
+CROSS_ATTENTION: Final = "cross_attention"
+ENCODER_ONLY: Final = "encoder_only"
+CIRCULAR_BUFFER: Final = "circular_buffer"
 HIDDEN_STATE: Final = "hidden_state"
 OTHER: Final = "other"
 
+#: Kinds split over TP by KV head.
+HEAD_KINDS: Final = frozenset({FULL_ATTENTION, SLIDING_WINDOW, CHUNKED_LOCAL})
+#: Kinds with one row per state and no heads, the same on every TP rank.
+ROW_KINDS: Final = frozenset({MLA, INDEXER, SLIDING_WINDOW_MLA})
+#: Recycled kinds: only the last `window` tokens before a boundary are needed.
+WINDOW_KINDS: Final = frozenset({SLIDING_WINDOW, CHUNKED_LOCAL, SLIDING_WINDOW_MLA})
+#: Kinds whose block is one recurrent state at a boundary.
+STATE_KINDS: Final = frozenset({"mamba1", "mamba2", "gdn", "kda", "short_conv"})
 #: Kinds whose blocks kvfold can store; a group of any other kind must be outside prefix caching.
-STORABLE_KINDS: Final = frozenset({FULL_ATTENTION, MLA})
+STORABLE_KINDS: Final = HEAD_KINDS | ROW_KINDS | STATE_KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +63,13 @@ class LayerSpec:
     `block_size` is tokens per block on one rank; a block holds `block_size / tokens_per_state`
     states of `num_kv_heads` heads (this rank's) of `head_bytes` each (K and V together, or the
     MLA row). `encoding` is the order inside a page: heads_first [head, state, byte],
-    tokens_first [state, head, byte], or opaque (only its size is known).
+    tokens_first [state, head, byte], whole_page (one head whose rows are split up, such as all data
+    before all scales: equal on every rank that holds all of it, but not divisible by token), or
+    opaque (only its size is known).
+
+    `window` is the tokens a recycled kind needs before a boundary. A recurrent state is one state
+    per block (`tokens_per_state == block_size`), is never token-sharded, and is split over TP
+    unless `tp_replicated`.
 
     `max_tp_shards` is how many distinct shards the layer splits into across TP, whatever the TP
     size; None means unknown and is treated as "not replicated". `page_bytes` is one block without
@@ -53,6 +91,8 @@ class LayerSpec:
     tokens_per_state: int = 1
     page_bytes: int = 0
     engine_page_bytes: int = 0
+    window: int | None = None
+    tp_replicated: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -60,23 +100,46 @@ class LayerSpec:
         self._check_choices()
         for field in ("block_size", "num_kv_heads", "head_bytes", "tokens_per_state"):
             self._check_count(field)
-        for field in ("total_kv_heads", "max_tp_shards"):
+        for field in ("total_kv_heads", "max_tp_shards", "window"):
             if getattr(self, field) is not None:
                 self._check_count(field)
         if self.block_size % self.tokens_per_state:
             self._refuse("tokens_per_state", f"a divisor of block_size={self.block_size}")
-        if self.kind == MLA:
+        self._check_kind()
+        self._derive_pages()
+
+    def _check_kind(self) -> None:
+        if (self.window is None) == (self.kind in WINDOW_KINDS):
+            self._refuse(
+                "window", "tokens, for a recycled kind" if self.window is None else "unset"
+            )
+        if self.kind in ROW_KINDS:
             if self.num_kv_heads != 1:
-                self._refuse("num_kv_heads", "1, because an MLA layer has one row per state")
+                self._refuse("num_kv_heads", f"1, because {self.kind} has one row per state")
             if self.total_kv_heads not in (None, 1):
-                self._refuse("total_kv_heads", "1 or unset for an MLA layer")
+                self._refuse("total_kv_heads", f"1 or unset for {self.kind}")
             if self.max_tp_shards not in (None, 1):
-                self._refuse("max_tp_shards", "1 or unset for an MLA layer")
+                self._refuse("max_tp_shards", f"1 or unset for {self.kind}")
         if None not in (self.total_kv_heads, self.max_tp_shards) and (
-            self.kind == FULL_ATTENTION and self.total_kv_heads != self.max_tp_shards
+            self.kind in HEAD_KINDS and self.total_kv_heads != self.max_tp_shards
         ):
             self._refuse("max_tp_shards", f"total_kv_heads={self.total_kv_heads}, or unset")
-        self._derive_pages()
+        if self.kind in STATE_KINDS:
+            self._check_state()
+        elif self.tp_replicated:
+            self._refuse("tp_replicated", f"false for {self.kind}: only states can say so")
+        if self.encoding == "whole_page" and not (self.kind in ROW_KINDS or self.tp_replicated):
+            self._refuse("encoding", "another one: the page is not the same on every rank")
+
+    def _check_state(self) -> None:
+        if self.dcp_sharded:
+            self._refuse("dcp_sharded", "false: a state belongs to all tokens before it")
+        if self.tokens_per_state != self.block_size:
+            self._refuse("tokens_per_state", f"block_size={self.block_size}: one state per block")
+        if (self.num_kv_heads, self.total_kv_heads, self.max_tp_shards) != (1, None, None):
+            self._refuse("max_tp_shards", "one head and nothing declared: see tp_replicated")
+        if self.encoding not in ("opaque", "whole_page"):
+            self._refuse("encoding", "opaque or whole_page for a state")
 
     @property
     def states_per_block(self) -> int:
@@ -88,8 +151,9 @@ class LayerSpec:
             self._refuse("kind", f"one of {', '.join(get_args(Kind))}")
         if self.encoding not in get_args(Encoding):
             self._refuse("encoding", f"one of {', '.join(get_args(Encoding))}")
-        if not isinstance(self.dcp_sharded, bool):
-            self._refuse("dcp_sharded", "true or false")
+        for field in ("dcp_sharded", "tp_replicated"):
+            if not isinstance(getattr(self, field), bool):
+                self._refuse(field, "true or false")
         if not isinstance(self.dtype, str):
             self._refuse("dtype", "a text")
 

@@ -70,6 +70,18 @@ def _layer_pages(truth: Cluster, layer: Any, stage: int, mesh: Any, block: int) 
     ranks = _count_ranks(mesh)[stage]
     shards = mesh.dcp if layer.dcp_sharded else 1
     states = layer.block_size // layer.tokens_per_state
+    if layer.kind in ("mamba2", "kda"):  # one state per TP rank, or one for all of them
+        parts = 1 if layer.tp_replicated else mesh.tp
+        for rank, tp_rank, _ in ranks:
+            truth.pages[rank, layer.name, block] = [
+                (layer.name, block, "state", tp_rank % parts, byte)
+                for byte in range(layer.page_bytes)
+            ]
+        return [
+            (layer.name, block, "state", part, byte)
+            for part in range(parts)
+            for byte in range(layer.page_bytes)
+        ]
     undeclared = layer.max_tp_shards is None and len(ranks) > 1
     # Tokens are dealt in hands of `interleave` to the token shards, in turn.
     tokens: list[list[int]] = [[] for _ in range(shards)]
@@ -91,13 +103,15 @@ def _layer_pages(truth: Cluster, layer: Any, stage: int, mesh: Any, block: int) 
             ]
         return [(layer.name, block, *key, b) for key in whole for b in range(layer.page_bytes)]
 
+    kept_whole = layer.encoding == "opaque" or split_states
+    kept_whole |= layer.encoding == "whole_page" and shards > 1
     total = layer.max_tp_shards or layer.num_kv_heads
     seats = [total * seat // mesh.tp for seat in range(mesh.tp)]  # first head of each tp rank
     head_groups = sorted(set(seats))
     for rank, tp_rank, token_shard in ranks:
         shard = token_shard if shards > 1 else 0
         first = seats[tp_rank]
-        if layer.encoding == "opaque" or split_states:
+        if kept_whole:
             page = [
                 (layer.name, block, "shard", head_groups.index(first), shard, byte)
                 for byte in range(layer.page_bytes)
@@ -111,7 +125,7 @@ def _layer_pages(truth: Cluster, layer: Any, stage: int, mesh: Any, block: int) 
                 (layer.name, block, h, t, byte) for h, t in rows for byte in range(layer.head_bytes)
             ]
         truth.pages[rank, layer.name, block] = page
-    if layer.encoding == "opaque" or split_states:
+    if kept_whole:
         return [
             (layer.name, block, "shard", group, shard, byte)
             for group in range(len(head_groups))

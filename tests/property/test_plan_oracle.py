@@ -38,13 +38,25 @@ def layer_specs(draw: Any, name: str, mesh: Mesh, block_size: int, sharded: bool
         "encoding": draw(st.sampled_from(["heads_first", "tokens_first", "opaque"])),
     }
     declared = draw(st.sampled_from([True, True, True, False]))
+    if not sharded and draw(st.sampled_from([True, False, False])):
+        replicated = draw(st.booleans())
+        shared |= {"tokens_per_state": block_size, "encoding": "opaque"}
+        if replicated and draw(st.booleans()):
+            shared["encoding"] = "whole_page"
+        kind = draw(st.sampled_from(["mamba2", "kda"]))
+        return LayerSpec(kind=kind, num_kv_heads=1, tp_replicated=replicated, **shared)
     if draw(st.booleans()):
         shards = 1 if declared else None
-        return LayerSpec(kind="mla", num_kv_heads=1, max_tp_shards=shards, **shared)
+        shared["encoding"] = draw(st.sampled_from([shared["encoding"], "whole_page"]))
+        kind = draw(st.sampled_from(["mla", "indexer", "sliding_window_mla"]))
+        window = 8 if kind == "sliding_window_mla" else None
+        return LayerSpec(kind=kind, num_kv_heads=1, max_tp_shards=shards, window=window, **shared)
     fitting = [h for h in (1, 2, 3, 4, 6, 8, 12) if h % mesh.tp == 0 or mesh.tp % h == 0]
     total = draw(st.sampled_from(fitting))
+    kind = draw(st.sampled_from(["full_attention", "sliding_window", "chunked_local"]))
     return LayerSpec(
-        kind="full_attention",
+        kind=kind,
+        window=None if kind == "full_attention" else 8,
         num_kv_heads=max(1, total // mesh.tp),
         total_kv_heads=draw(st.sampled_from([total, None])),
         max_tp_shards=total if declared else None,

@@ -56,6 +56,58 @@ def test_layers_that_are_not_token_sharded_ignore_dcp() -> None:
     assert [f.replicas for f in placed.fragments] == [4]
 
 
+def state(**changes: Any) -> LayerSpec:
+    fields: dict[str, Any] = {"kind": "mamba2", "tokens_per_state": 8, "encoding": "opaque"}
+    return layer(**(fields | {"dcp_sharded": False} | changes))
+
+
+@pytest.mark.parametrize(
+    ("replicated", "mesh", "owners"),
+    [
+        (False, Mesh(tp=2), [(0,), (1,)]),
+        (False, Mesh(tp=2, dcp=2), [(0,), (1,)]),
+        (False, Mesh(tp=2, pcp=2), [(0, 2), (1, 3)]),
+        (False, Mesh(tp=2, pcp=2, dcp=4), [(0, 2), (1, 3)]),
+        (True, Mesh(tp=2, pcp=2), [(0, 1, 2, 3)]),
+        (True, Mesh(tp=4, dcp=4), [(0, 1, 2, 3)]),
+    ],
+)
+def test_states_are_split_by_tp_alone(
+    replicated: bool, mesh: Mesh, owners: list[tuple[int, ...]]
+) -> None:
+    placed = place(state(tp_replicated=replicated), 0, mesh)
+    assert [f.owners for f in placed.fragments] == owners
+    assert placed.warning is None
+    assert not placed.canonical
+
+
+def test_a_replicated_state_that_is_understood_does_not_bind_to_the_mesh() -> None:
+    spec = state(tp_replicated=True, encoding="whole_page")
+    assert place(spec, 0, Mesh(tp=4)).canonical
+    assert runs(spec, Mesh(tp=4), 0) == [Run("a", 0, 0, 0, 10)]
+
+
+def test_states_keep_a_whole_page_per_tp_rank() -> None:
+    assert runs(state(), Mesh(tp=4, pcp=2), 3) == [Run("a", 0, 0, 30, 10)]
+
+
+def test_whole_pages_cannot_be_divided_by_token() -> None:
+    spec = mla(kind="indexer", encoding="whole_page")
+    assert place(spec, 0, Mesh(tp=4)).canonical
+    split = place(spec, 0, Mesh(tp=4, dcp=2))
+    assert not split.canonical
+    assert "kept whole per DCP shard" in split.reason
+    assert [f.replicas for f in split.fragments] == [2, 2]
+    assert runs(spec, Mesh(tp=4, dcp=2), 1) == [Run("a", 0, 0, 80, 80)]
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
+def test_recycled_kinds_are_placed_as_full_attention(kind: Any) -> None:
+    spec, full = layer(kind=kind, window=8, max_tp_shards=2), layer(max_tp_shards=2)
+    for mesh in (Mesh(tp=2), Mesh(tp=8), Mesh(tp=4, pcp=2)):
+        assert place(spec, 0, mesh).fragments == place(full, 0, mesh).fragments
+
+
 @pytest.mark.parametrize(
     ("spec", "mesh", "named"),
     [

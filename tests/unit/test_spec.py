@@ -9,6 +9,7 @@ import pytest
 
 from kvfold.errors import ConfigError
 from kvfold.spec import (
+    STATE_KINDS,
     GroupSpec,
     LayerSpec,
     UniformSpec,
@@ -74,6 +75,71 @@ def test_an_opaque_page_has_the_size_it_is_given() -> None:
 def test_a_bad_field_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         attention(**changes)
+
+
+def state(name: str = "s", **changes: Any) -> LayerSpec:
+    fields: dict[str, Any] = {
+        "name": name,
+        "kind": "gdn",
+        "block_size": 16,
+        "tokens_per_state": 16,
+        "num_kv_heads": 1,
+        "head_bytes": 1000,
+        "dcp_sharded": False,
+        "encoding": "opaque",
+    }
+    return LayerSpec(**(fields | changes))
+
+
+@pytest.mark.parametrize("kind", sorted(STATE_KINDS))
+def test_a_block_of_a_state_kind_is_one_state(kind: Any) -> None:
+    assert state(kind=kind).states_per_block == 1
+    assert state(kind=kind).page_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dcp_sharded": True}, "'s' dcp_sharded"),
+        ({"tokens_per_state": 1}, "'s' tokens_per_state"),
+        ({"num_kv_heads": 2}, "'s' max_tp_shards"),
+        ({"max_tp_shards": 1}, "'s' max_tp_shards.*tp_replicated"),
+        ({"encoding": "heads_first"}, "'s' encoding"),
+        ({"encoding": "whole_page"}, "'s' encoding.*every rank"),
+        ({"tp_replicated": "yes"}, "'s' tp_replicated"),
+        ({"window": 4}, "'s' window"),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        state(**changes)
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local", "sliding_window_mla"])
+def test_a_recycled_kind_has_a_window_and_no_other_has(kind: Any) -> None:
+    fields: dict[str, Any] = {"kind": kind, "num_kv_heads": 1, "max_tp_shards": 1}
+    assert attention(window=128, **fields).window == 128
+    with pytest.raises(ConfigError, match="'a' window=None"):
+        attention(**fields)
+    with pytest.raises(ConfigError, match=r"'a' window=128.*unset"):
+        attention(window=128)
+
+
+@pytest.mark.parametrize("kind", ["mla", "indexer", "sliding_window_mla"])
+@pytest.mark.parametrize("field", ["num_kv_heads", "total_kv_heads", "max_tp_shards"])
+def test_kinds_with_one_row_per_state_have_no_heads(kind: Any, field: str) -> None:
+    window = 128 if kind == "sliding_window_mla" else None
+    assert mla(kind=kind, window=window, encoding="whole_page").page_bytes == 16 * 256
+    with pytest.raises(ConfigError, match=f"'m' {field}"):
+        mla(kind=kind, window=window, **{field: 2})
+
+
+def test_only_states_are_declared_replicated_and_only_equal_pages_are_whole() -> None:
+    with pytest.raises(ConfigError, match="'a' tp_replicated"):
+        attention(tp_replicated=True)
+    with pytest.raises(ConfigError, match="'a' encoding"):
+        attention(encoding="whole_page")
+    assert state(tp_replicated=True, encoding="whole_page").tp_replicated
 
 
 def test_specs_are_frozen_values() -> None:

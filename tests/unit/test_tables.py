@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +21,9 @@ def mla(name: str, head_bytes: int = 1152, block_size: int = 64, **changes: Any)
 
 def gqa(name: str, total: int, tp: int, **changes: Any) -> LayerSpec:
     heads = max(1, total // tp)
-    fields: dict[str, Any] = {"max_tp_shards": total}
+    fields: dict[str, Any] = {"kind": "full_attention", "max_tp_shards": total}
     return LayerSpec(
         name=name,
-        kind="full_attention",
         block_size=64,
         num_kv_heads=heads,
         head_bytes=512,
@@ -33,6 +33,20 @@ def gqa(name: str, total: int, tp: int, **changes: Any) -> LayerSpec:
 
 MLA = mla("m")
 HIDDEN = LayerSpec(name="h", kind="hidden_state", block_size=64, num_kv_heads=1, head_bytes=4096)
+
+
+def mamba(**changes: Any) -> LayerSpec:
+    fields: dict[str, Any] = {"kind": "mamba2", "block_size": 64, "encoding": "opaque"}
+    return LayerSpec(
+        name="mamba",
+        num_kv_heads=1,
+        head_bytes=4096,
+        dcp_sharded=False,
+        tokens_per_state=changes.get("block_size", 64),
+        **(fields | changes),
+    )
+
+
 STATE = LayerSpec(
     name="s", kind="other", block_size=64, num_kv_heads=1, head_bytes=64, max_tp_shards=1
 )
@@ -52,6 +66,11 @@ STATE = LayerSpec(
         ([UniformSpec((MLA, gqa("g", 4, 8)))], 8, 1, 2),
         ([], 8, 1, 1),
         ([MLA, STATE], 8, 1, 1),
+        ([MLA, mamba()], 8, 1, 1),
+        ([MLA, mamba(tp_replicated=True)], 8, 1, 1),
+        ([MLA, mla("i", 132, kind="indexer")], 8, 1, 8),
+        ([mla("w", 584, kind="sliding_window_mla", window=128)], 8, 1, 8),
+        ([gqa("g", 2, 8, kind="sliding_window", window=64)], 8, 1, 4),
         ([mla("m", dcp_sharded=False)], 8, 2, 8),
         ([gqa("g", 4, 4)], 6, 1, 1),
         ([gqa("g", 4, 12)], 12, 1, 3),
@@ -77,6 +96,13 @@ def planned(layers: list[LayerSpec], mesh: Mesh, stages: Any = 0, blocks: int = 
         (MLA, Mesh(tp=4, pcp=2, dcp=8), 8, 1),
         (gqa("g", 8, 16), Mesh(tp=16), 8, 2),
         (gqa("g", 4, 8), Mesh(tp=8, dcp=2), 8, 1),
+        (mamba(tp_replicated=True), Mesh(tp=4), 1, 4),
+        (mamba(), Mesh(tp=4), 4, 1),
+        (mamba(), Mesh(tp=4, dcp=4), 4, 1),
+        (mla("i", 132, kind="indexer"), Mesh(tp=8), 1, 8),
+        (mla("w", 584, kind="sliding_window_mla", window=128), Mesh(tp=8), 1, 8),
+        (gqa("g", 8, 16, kind="sliding_window", window=64), Mesh(tp=16), 8, 2),
+        (gqa("g", 8, 16, kind="chunked_local", window=64), Mesh(tp=16), 8, 2),
         (MLA, Mesh(tp=4, pp=2), 1, 4),
         (mla("m", max_tp_shards=None), Mesh(tp=8), 8, 1),
         (gqa("g", 8, 8, max_tp_shards=None), Mesh(tp=8), 8, 1),
@@ -93,7 +119,8 @@ def test_fragments_and_replicas(
     owners = sorted(rank for f in found for rank in f.owners)
     assert owners == list(mesh.stage_ranks(stage))
     assert result.groups[0].chunk_bytes == layer.page_bytes * fragments
-    assert bool(result.warnings) == (layer.max_tp_shards is None)
+    undeclared = layer.max_tp_shards is None and layer.name != "mamba"
+    assert bool(result.warnings) == undeclared
     assert all(repr(layer.name) in text for text in result.warnings)
 
 
@@ -110,6 +137,33 @@ def test_a_draft_beside_mla_does_not_stop_the_folding() -> None:
     assert [f.replicas for f in target.fragments] == [8]
     assert [f.replicas for f in draft.fragments] == [1] * 8
     assert result.kv_tp_replicas == 1
+
+
+def test_groups_of_unstorable_kinds_keep_their_position() -> None:
+    kinds = ("cross_attention", "encoder_only", "circular_buffer", "hidden_state")
+    odd = [replace(HIDDEN, name=kind, kind=kind) for kind in kinds]
+    groups = [GroupSpec.of(i, layer, prefix_cacheable=False) for i, layer in enumerate(odd)]
+    result = plan([*groups, GroupSpec.of(4, MLA)], Mesh(tp=8))
+    assert [g.participating for g in result.groups] == [False] * 4 + [True]
+    assert [g.index for g in result.groups] == [0, 1, 2, 3, 4]
+    assert result.kv_tp_replicas == 8
+    for layer in odd:
+        with pytest.raises(PlanError, match=f"{layer.kind}"):
+            planned([layer], Mesh(tp=8))
+
+
+def test_states_keep_their_span_under_dcp() -> None:
+    """Attention block 16 and Mamba block 16 at DCP2: 32 and 16 tokens."""
+    attention = mla("m", block_size=16)
+    states = mamba(block_size=16)
+    result = plan([GroupSpec.of(0, attention), GroupSpec.of(1, states)], Mesh(tp=4, dcp=2))
+    assert [g.tokens_per_block for g in result.groups] == [32, 16]
+    assert result.tokens_per_hash == 16
+
+
+def test_kimi_k3_folds_its_mla_layers_and_keeps_its_states_apart() -> None:
+    result = plan([GroupSpec.of(0, MLA), GroupSpec.of(1, mamba(kind="kda"))], Mesh(tp=8))
+    assert [{f.replicas for f in g.fragments} for g in result.groups] == [{8}, {1}]
 
 
 def test_one_undeclared_layer_among_62_is_the_only_one_not_folded() -> None:
