@@ -89,11 +89,11 @@ def new_asking(prompts: Prompts) -> Asking:
     return Asking(
         prompts,
         cold=Pass("cold", "without kvfold, nothing cached"),
-        own=Pass("own", "without kvfold, hit in the engine's own cache"),
-        first=Pass("first", "with kvfold, first question (computes and stores)"),
-        again=Pass("again", "with kvfold, same engine, its own cache emptied"),
-        host=Pass("host", "with kvfold, engine restarted: from host memory"),
-        disk=Pass("disk", "with kvfold, engine and store restarted: from disk"),
+        own=Pass("own", "without kvfold, engine's own cache"),
+        first=Pass("first", "kvfold: computes and stores"),
+        again=Pass("again", "kvfold: same engine, own cache emptied"),
+        host=Pass("host", "kvfold: engine restarted"),
+        disk=Pass("disk", "kvfold: engine and store restarted"),
     )
 
 

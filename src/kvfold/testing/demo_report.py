@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,14 @@ from kvfold.testing.demo_judge import Aim, Check
 from kvfold.testing.demo_text import SPAN
 
 WIDTH = 100
+
+# Two blanks between columns and no lines, so that 80 columns will do.
+_STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "padding": (0, 1, 0, 0),
+    "pad_edge": False,
+    "show_edge": False,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,9 @@ def print_tables(console: Console, found: Findings) -> None:
     console.print()
     console.print(_ttft_table(found), width=width)
     if found.folded:
+        console.print()
         console.print(_fold_table(found.folded), width=width)
+    console.print()
     for aim in found.aims:
         word, style = ("met", "green") if aim.met else ("missed", "yellow")
         line = f"aim {aim.name}: {1e3 * aim.value_s:,.0f} ms, at most {1e3 * aim.aim_s:,.0f} ms"
@@ -62,11 +73,12 @@ def _ttft_table(found: Findings) -> Table:
         title=f"A document of {asking.prompts.shared_tokens} tokens (blocks of {SPAN}), "
         f"{len(asking.prompts.questions)} questions",
         title_justify="left",
+        **_STYLE,
     )
     table.add_column("condition")
     for name in ("first token", "aim", "computed", "cached"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("tier")
+    table.add_column("tier", no_wrap=True)
     table.add_column("answers")
     aims = {aim.name: aim for aim in found.aims}
     for one in asking.passes:
@@ -102,15 +114,15 @@ def _fold_table(folded: Sequence[Folded]) -> Table:
     table = Table(
         title=f"TP2, a prompt of {PROMPT_TOKENS} tokens, engine and store restarted",
         title_justify="left",
+        **_STYLE,
     )
     table.add_column("checkpoint")
     table.add_column("loaded", justify="right", no_wrap=True)
     table.add_column("tier")
-    for name in ("stored", "TP copies", "share"):
+    for name in ("stored", "", "TP copies"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("answers")
-    table.add_column("ranks")
-    table.add_column("after load")
+    for name in ("answers", "ranks", "after load"):
+        table.add_column(name)
     for one in folded:
         same, distinct = one.bytes.same_on_ranks, one.bytes.distinct_on_ranks
         table.add_row(
@@ -118,8 +130,8 @@ def _fold_table(folded: Sequence[Folded]) -> Table:
             f"{one.loaded_tokens} of {PROMPT_TOKENS}",
             " + ".join(tier for tier, count in one.loaded_from.items() if count) or "-",
             format_bytes(one.stored_bytes),
-            format_bytes(one.case.copies_bytes),
             f"1/{one.case.copies_bytes / one.stored_bytes:.3g}" if one.stored_bytes else "-",
+            format_bytes(one.case.copies_bytes),
             "equal" if one.answer is None else f"differ at {one.answer.position}",
             "equal" if same else "differ" if distinct else "mixed",
             "as stored" if one.bytes.kept else "wrong",
