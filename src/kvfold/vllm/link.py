@@ -122,12 +122,13 @@ class StoreLink:
 
     def _lost(self, number: int) -> None:
         with self._lock:
-            known = self._current is not None and self._current[1] == number
-            if self._closed.is_set() or not known:
+            current = self._current
+            if self._closed.is_set() or current is None or current[1] != number:
                 return
             self._current = None
         if self._on_gone is not None:
             self._on_gone(number)
+        current[0].close()  # whoever still knows the client must not keep the arena mapped
         logger.warning("kvfold: the store is gone; lookups miss until it is back")
         self._thread = start_thread("kvfold-link", self._reconnect)
 

@@ -88,7 +88,7 @@ class ChunkCopies:
             copier.compile(self._group.writes(self.rank, i), size) for i in range(self.rotations)
         ]
         with self._lock:
-            self._compiled[connection] = (copier, reads, writes)
+            self._compiled = {connection: (copier, reads, writes)}  # others have ended
 
     def detach(self, connection: int) -> None:
         """Let go of the arena of a connection that has ended."""
@@ -213,8 +213,10 @@ class WorkerSide:
         try:
             if connection != self._attached:
                 assert self._copies is not None
-                assert client.arena is not None
-                self._copies.attach(connection, client.arena)
+                arena = client.arena
+                if arena is None:  # gone, just now
+                    return None, 0
+                self._copies.attach(connection, arena)
                 self._attached = connection
         except Exception:
             logger.exception("kvfold: the store's memory cannot be used")
