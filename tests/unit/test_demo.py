@@ -18,7 +18,7 @@ from kvfold.testing import demo
 from kvfold.testing.demo_ask import Asked, Asking, new_asking
 from kvfold.testing.demo_chart import draw
 from kvfold.testing.demo_fold import Case, Folded
-from kvfold.testing.demo_judge import aims, check_answers, check_asking, check_folded
+from kvfold.testing.demo_judge import Check, aims, check_answers, check_asking, check_folded
 from kvfold.testing.demo_measure import (
     Difference,
     DiskLimit,
@@ -64,9 +64,10 @@ def test_all_prompts_share_the_document_and_end_in_its_last_block():
     assert made.warm_up[:8] != made.prompts[0][:8]
 
 
-def test_a_question_that_leaves_the_block_is_refused():
+@pytest.mark.parametrize("words", [SPAN, SPAN - ANSWER_TOKENS])  # itself, and with its answer
+def test_a_question_that_leaves_the_block_is_refused(words):
     with pytest.raises(ConfigError, match="question"):
-        make_prompts(TEXT, encode, ["why " * SPAN])
+        make_prompts(TEXT, encode, ["why " * words])
 
 
 def test_a_short_document_is_refused():
@@ -308,6 +309,9 @@ def test_a_good_checkpoint_passes(tmp_path, folds):
     assert names(check_folded(folded(tmp_path, folds))) == []
 
 
+WRONG_BYTES = dataclasses.replace(compare_bytes(lines(), 2), chunks=6, kept=False)
+
+
 @pytest.mark.parametrize(
     ("fields", "failed"),
     [
@@ -316,7 +320,7 @@ def test_a_good_checkpoint_passes(tmp_path, folds):
         ({"stored_bytes": 2 * 768 * 2048}, "every byte stored once"),
         ({"disk_bytes": 2 * 768 * 2048}, "every byte stored once"),
         ({"answer": Difference(0, 1, 0.1)}, "answers"),
-        ({"bytes": compare_bytes(lines()[:-1], 2)}, "bytes after the load"),
+        ({"bytes": WRONG_BYTES}, "bytes after the load"),
         ({"bytes": compare_bytes(lines(), 2)}, "bytes after the load"),  # 2 chunks, not 6
     ],
 )
@@ -344,8 +348,13 @@ def findings(tmp_path):
 
 def test_tables_fit_in_100_columns(findings):
     shown = io.StringIO()
-    print_tables(Console(file=shown, width=180), findings)
+    bad = Check("a check", False, "word " * 40)
+    print_tables(
+        Console(file=shown, width=180),
+        dataclasses.replace(findings, checks=[*findings.checks, bad]),
+    )
     text = shown.getvalue()
+    assert "failed a check" in text
     assert max(map(len, text.splitlines())) <= 100
     assert "missed" in text
     assert "1/2" in text
@@ -388,6 +397,7 @@ def test_stores_are_found_and_stopped(tmp_runtime, tmp_path, no_leaks):
     found = stores.wait("it is scanned", serves(0))
     assert not serves(2)(found)
     assert not serves(0, other_than=found["store"])(found)
+    assert not serves(0)({**found, "scanning": True})
     with pytest.raises(StoreError, match="until it has clients"):
         stores.wait("it has clients", serves(2), timeout_s=0.1)
     assert stores.stop() == found["store"]
