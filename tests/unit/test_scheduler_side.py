@@ -16,7 +16,8 @@ from vllm.v1.core.block_pool import BlockPool
 from kvfold import identity
 from kvfold.errors import StoreGone
 from kvfold.vllm.messages import NO_BLOCK, LoadFailure, StepResults
-from kvfold.vllm.scheduler import Geometry, SchedulerSide
+from kvfold.vllm.requests import Geometry
+from kvfold.vllm.scheduler import SchedulerSide
 
 SPAN, DIGEST = 16, bytes(range(32))
 
@@ -47,7 +48,7 @@ class Bench:
         self.side = SchedulerSide(
             self.geometry, DIGEST, lambda: (self.store, 1), clock=lambda: self.now, **options
         )
-        self.pool = self.side.pool = BlockPool(num_blocks, True, SPAN)
+        self.pool = self.side.holds.pool = BlockPool(num_blocks, True, SPAN)
         self.tables = {}
 
     def close(self):
@@ -208,7 +209,7 @@ def test_a_prompt_is_stored_in_the_step_that_computes_it_and_held(bench):
     assert used(bench.pool) == 2
     bench.side.update(StepResults(jobs={second.job: 1, 999: 1}), set())
     assert used(bench.pool) == 0
-    assert bench.side.jobs_running == 0
+    assert bench.side.holds.jobs == 0
 
 
 def test_all_workers_must_report_across_steps():
@@ -217,9 +218,9 @@ def test_all_workers_must_report_across_steps():
         request = bench.arrive("a", 32)
         (order,) = bench.step([(request, 32)]).stores
         bench.side.update(StepResults(jobs={order.job: 1}), set())
-        assert bench.side.jobs_running == 1
+        assert bench.side.holds.jobs == 1
         bench.side.update(StepResults(jobs={order.job: 1}), set())
-        assert bench.side.jobs_running == 0
+        assert bench.side.holds.jobs == 0
     finally:
         bench.close()
 
@@ -337,7 +338,7 @@ def test_a_store_that_cannot_be_ordered_holds_nothing(bench, caplog):
     request = bench.arrive("a", 32)
     request.block_hashes = [b"far too long to be a hash of a block" for _ in range(2)]
     assert not bench.step([(request, 32)]).stores
-    assert bench.side.jobs_running == 0
+    assert bench.side.holds.jobs == 0
     assert used(bench.pool) == 2, "only the request's own"
     assert "could not be ordered" in caplog.text
 
@@ -390,12 +391,12 @@ def test_a_failed_audit_ends_offers_and_stores(bench):
 
 
 def test_running_copies_delay_preemption_only_shortly(bench):
-    assert not bench.side.copies_may_free_blocks()
+    assert not bench.side.holds.free_soon()
     request = bench.arrive("a", 32)
     bench.step([(request, 32)])
-    assert bench.side.copies_may_free_blocks()
+    assert bench.side.holds.free_soon()
     bench.now += 1.1
-    assert not bench.side.copies_may_free_blocks()
+    assert not bench.side.holds.free_soon()
 
 
 def test_only_steps_that_compute_nothing_are_slowed_down(bench):

@@ -30,7 +30,8 @@ from kvfold.sizes import format_bytes
 from kvfold.vllm import translate
 from kvfold.vllm.link import StoreLink
 from kvfold.vllm.messages import Handshake, StepOrders, StepResults
-from kvfold.vllm.scheduler import Geometry, SchedulerSide
+from kvfold.vllm.requests import Geometry
+from kvfold.vllm.scheduler import SchedulerSide
 from kvfold.vllm.settings import ConnectorSettings
 from kvfold.vllm.worker import WorkerSide, peer, store_settings
 
@@ -144,7 +145,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         """The pool whose reference counts keep the sources of running stores alive."""
         self._pool = gpu_block_pool
         if self._scheduler is not None:
-            self._scheduler.pool = gpu_block_pool
+            self._scheduler.holds.pool = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -192,7 +193,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             audit_chunks=self._settings.audit_chunks,
             audit_every=self._settings.audit_every,
         )
-        self._scheduler.pool = self._pool
+        self._scheduler.holds.pool = self._pool
         self._fragments = [fragment.layer for fragment in group.fragments]
         copies = (
             sum(layer.spec.page_bytes for layer in group.layers) * group.blocks_per_chunk * world
@@ -282,11 +283,11 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping until the last source block is released."""
-        return self._scheduler is not None and self._scheduler.jobs_running > 0
+        return self._scheduler is not None and self._scheduler.holds.jobs > 0
 
     def has_pending_block_frees(self) -> bool:
         """Running copies will free blocks soon: waiting beats preempting."""
-        return self._scheduler is not None and self._scheduler.copies_may_free_blocks()
+        return self._scheduler is not None and self._scheduler.holds.free_soon()
 
     def reset_cache(self) -> bool | None:
         """Nothing stored before is served from now on."""

@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvfold import identity
 from kvfold.errors import KvfoldError
+from kvfold.vllm.holds import Holds
 from kvfold.vllm.messages import (
     NO_BLOCK,
     LoadFailure,
@@ -33,10 +33,10 @@ from kvfold.vllm.messages import (
     StepResults,
     StoreOrder,
 )
+from kvfold.vllm.requests import Geometry, Lookup, RequestState, SchedulerCounters
 from kvfold.vllm.threads import start_thread
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -54,11 +54,8 @@ LOOKUP_FRESH_S = 0.5
 """A lookup that found less than everything is repeated if the request is asked again this much
 later.
 """
-FREES_WAIT_S = 1.0
-"""How long running copies may make the scheduler wait for their blocks instead of preempting."""
 NEVER = 1 << 60
 """More tokens than any request will have."""
-MIN_PIN_SHARE, MAX_PIN_SHARE = 0.05, 0.5
 
 
 class LookupClient(Protocol):
@@ -70,89 +67,6 @@ class LookupClient(Protocol):
     def open_ticket(
         self, ticket: int, group: int, namespace: bytes, keys: bytes, readers: int
     ) -> None: ...
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Units of the one cache group, in tokens and blocks."""
-
-    tokens_per_hash: int
-    tokens_per_block: int
-    blocks_per_chunk: int
-    hash_bytes: int
-    world: int
-    num_blocks: int
-    max_step_tokens: int
-
-    @property
-    def tokens_per_chunk(self) -> int:
-        return self.tokens_per_block * self.blocks_per_chunk
-
-    @property
-    def hashes_per_chunk(self) -> int:
-        return self.tokens_per_chunk // self.tokens_per_hash
-
-    @property
-    def max_pinned_blocks(self) -> int:
-        """Blocks that jobs may hold: a share of the pool, but always one step's worth, as a
-        prompt's blocks must be held in the step that computes them."""
-        step = -(-self.max_step_tokens // self.tokens_per_block)
-        share = int(MIN_PIN_SHARE * self.num_blocks)
-        return min(int(MAX_PIN_SHARE * self.num_blocks), max(share, step))
-
-
-class _Lookup:
-    """One question to the store; `tiers` is its answer, None until it is there."""
-
-    __slots__ = ("epoch", "looked_s", "tiers")
-
-    def __init__(self, epoch: bytes) -> None:
-        self.epoch = epoch
-        self.tiers: bytes | None = None
-        self.looked_s = 0.0
-
-
-class _Request:
-    """What is known of one request."""
-
-    __slots__ = (
-        "asked_s", "failed_ticket", "failures", "limit", "local_tokens", "lookup", "next_chunk",
-        "next_tokens", "request", "ticket", "ticket_first", "tiers",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, first_tokens: int) -> None:
-        self.request = request
-        self.lookup: _Lookup | None = None
-        self.asked_s: float | None = None
-        self.limit: int | None = None
-        self.failures = 0
-        self.failed_ticket: int | None = None
-        self.local_tokens = 0
-        self.ticket: int | None = None
-        self.ticket_first = 0
-        self.next_chunk = 0
-        self.next_tokens = first_tokens
-
-
-@dataclass
-class _Job:
-    blocks: list[KVCacheBlock]
-    left: int
-    started_s: float
-
-
-@dataclass
-class SchedulerCounters:
-    """Totals of this engine; they never go down."""
-
-    lookups: int = 0
-    lookups_late: int = 0
-    offers: int = 0
-    loads: int = 0
-    tokens_offered: int = 0
-    load_failures: int = 0
-    chunks_scheduled: int = 0
-    chunks_dropped: int = 0
 
 
 class SchedulerSide:
@@ -175,11 +89,9 @@ class SchedulerSide:
         self.epoch = b""
         self.namespace = identity.namespace(digest, 0, self.epoch)
         self.enabled = True
-        self.pool: BlockPool | None = None
+        self.holds = Holds(geometry.world, geometry.max_pinned_blocks, clock)
         self.counters = SchedulerCounters()
-        self._requests: dict[str, _Request] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._pinned_blocks = 0
+        self._requests: dict[str, RequestState] = {}
         self._orders = StepOrders()
         # Numbers of tickets and jobs never repeat, also not after a restart of the engine or the
         # store.
@@ -211,8 +123,8 @@ class SchedulerSide:
         stop = len(request.block_hashes) if last is None else last * per
         return list(request.block_hashes[first * per + per - 1 : stop : per])
 
-    def _look_up(self, state: _Request) -> None:
-        lookup = state.lookup = _Lookup(self.epoch)
+    def _look_up(self, state: RequestState) -> None:
+        lookup = state.lookup = Lookup(self.epoch)
         hashes, namespace = self._chunk_hashes(state.request, 0, MAX_CHUNKS), self.namespace
         asked_s = self._clock()
         if not hashes:
@@ -235,7 +147,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Start the lookup of a request that arrived."""
-        state = _Request(request, self.geometry.tokens_per_chunk)
+        state = RequestState(request, self.geometry.tokens_per_chunk)
         self._requests[request.request_id] = state
         if self.enabled and not request.skip_reading_prefix_cache:
             self._look_up(state)
@@ -271,7 +183,7 @@ class SchedulerSide:
         self.counters.offers += tokens > 0
         return tokens
 
-    def _is_stale(self, state: _Request, lookup: _Lookup, now: float) -> bool:
+    def _is_stale(self, state: RequestState, lookup: Lookup, now: float) -> bool:
         """Whether the answer is old and found less than all: others may have stored since."""
         chunks = len(state.request.block_hashes) // self.geometry.hashes_per_chunk
         return (
@@ -359,7 +271,7 @@ class SchedulerSide:
             orders.pause_s = IDLE_PAUSE_S
         return orders
 
-    def _store_guarded(self, state: _Request, table: Callable[[], Any], computed: int) -> None:
+    def _store_guarded(self, state: RequestState, table: Callable[[], Any], computed: int) -> None:
         """Store what a request has; after an error it stores nothing more, and lives on."""
         try:
             block_ids = table()
@@ -369,27 +281,25 @@ class SchedulerSide:
             logger.exception("kvfold: a store could not be ordered")
             state.next_tokens = NEVER
 
-    def _store(self, state: _Request, block_ids: Sequence[int], computed: int) -> None:
+    def _store(self, state: RequestState, block_ids: Sequence[int], computed: int) -> None:
         """Order the store of the full chunks of a request that are not ordered yet."""
         g, request = self.geometry, state.request
         known = min(computed, request.num_tokens, len(request.block_hashes) * g.tokens_per_hash)
         last = min(known // g.tokens_per_chunk, len(block_ids) // g.blocks_per_chunk)
-        room = (g.max_pinned_blocks - self._pinned_blocks) // g.blocks_per_chunk
-        first, last = state.next_chunk, min(last, state.next_chunk + max(0, min(room, MAX_CHUNKS)))
+        room = self.holds.room // g.blocks_per_chunk
+        first, last = state.next_chunk, min(last, state.next_chunk + min(room, MAX_CHUNKS))
         if first < last:
             self._order(state, first, last, block_ids)
             state.next_chunk = last
         state.next_tokens = (state.next_chunk + 1) * g.tokens_per_chunk
 
-    def _order(self, state: _Request, first: int, last: int, block_ids: Sequence[int]) -> None:
-        assert self.pool is not None
+    def _order(self, state: RequestState, first: int, last: int, block_ids: Sequence[int]) -> None:
         g = self.geometry
         ids: NDArray[np.int32] = np.array(
             block_ids[first * g.blocks_per_chunk : last * g.blocks_per_chunk], dtype=np.int32
         )
         if (ids == 0).any():  # a hole: this request does not hold all of its blocks
             return
-        blocks = [self.pool.blocks[i] for i in ids.tolist()]
         job = next(self._job_numbers)
         self._jobs_made += 1
         audit = self._audit_left > 0 or (
@@ -398,9 +308,7 @@ class SchedulerSide:
         keys = self._keys(self._chunk_hashes(state.request, first, last), self.namespace)
         order = StoreOrder(job, self.namespace, keys, ids.reshape(-1, g.blocks_per_chunk), audit)
         # From here on the blocks are held: nothing below can fail before the job is on its way.
-        self.pool.touch(blocks)
-        self._pinned_blocks += len(blocks)
-        self._jobs[job] = _Job(blocks, g.world, self._clock())
+        self.holds.hold(job, ids.tolist())
         self._orders.stores.append(order)
         self._audit_left -= last - first
         self.counters.chunks_scheduled += last - first
@@ -427,13 +335,13 @@ class SchedulerSide:
                 if state is not None and state.ticket == failure.ticket:
                     self._load_failed(state, failure)
             for job, count in results.jobs.items():
-                self._finish_job(job, count)
+                self.holds.reported(job, count)
         for req_id in finished_recving:
             state = self._requests.get(req_id)
             if state is not None:
                 state.ticket = None
 
-    def _load_failed(self, state: _Request, failure: LoadFailure) -> None:
+    def _load_failed(self, state: RequestState, failure: LoadFailure) -> None:
         """Shorten the next offer. Every worker reports the same ticket, maybe in other steps."""
         first_lost = state.ticket_first + failure.index
         if state.failed_ticket != failure.ticket:
@@ -447,33 +355,10 @@ class SchedulerSide:
         state.next_chunk = min(state.next_chunk, first_lost)
         state.next_tokens = (state.next_chunk + 1) * self.geometry.tokens_per_chunk
 
-    def _finish_job(self, number: int, count: int) -> None:
-        job = self._jobs.get(number)
-        if job is None:
-            return
-        job.left -= count
-        if job.left <= 0:
-            assert self.pool is not None
-            del self._jobs[number]
-            self._pinned_blocks -= len(job.blocks)
-            self.pool.free_blocks(reversed(job.blocks))
-
     def take_stores(self) -> list[StoreOrder]:
         """Orders for which no step came (an in-process engine is not stepped when it is idle)."""
         stores, self._orders.stores = self._orders.stores, []
         return stores
-
-    @property
-    def jobs_running(self) -> int:
-        """Jobs whose source blocks are still held."""
-        return len(self._jobs)
-
-    def copies_may_free_blocks(self) -> bool:
-        """Whether waiting shortly is better than preempting: running copies hold blocks."""
-        if not self._jobs:
-            return False
-        oldest = next(iter(self._jobs.values()))
-        return self._clock() - oldest.started_s < FREES_WAIT_S
 
     # -- invalidation --------------------------------------------------------------------------
 
