@@ -38,6 +38,8 @@ def format_bytes(count: float) -> str:
     """Return `count` bytes for people, in binary units with three significant figures."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+            # Three figures, but never an exponent between 1000 and 1023.
+            digits = ".0f" if unit == "B" or abs(count) >= 999.5 else ".3g"
+            return f"{count:{digits}} {unit}"
         count /= 1024
     raise AssertionError("unreachable")

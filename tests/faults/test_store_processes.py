@@ -438,7 +438,7 @@ def test_the_command_line(folder: Path) -> None:
     assert command("--version").stdout.startswith("kvfold ")
     assert command("store", "status", *where).returncode == 3
     assert command("store", "run", "--host", "lots").returncode == 2
-    disk = ["--disk", str(told.disk_path), "--disk-size", "64MiB"]
+    disk = ["--disk-path", str(told.disk_path), "--disk", "64MiB"]
     run = ["store", "run", "--host", "4MiB", *disk, *where]
     code = "import sys; from kvfold.cli import main; sys.exit(main())"
     store = subprocess.Popen(

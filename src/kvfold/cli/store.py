@@ -37,12 +37,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 @app.command(
-    epilog="Example: kvfold store run --host 32GiB --disk /var/cache/kvfold --disk-size 500GiB"
+    epilog="Example: kvfold store run --host 32GiB --disk 500GiB --disk-path /var/cache/kvfold"
 )
 def run(
     host: Annotated[str, typer.Option(help='Host memory for chunks, such as "32GiB".')],
-    disk: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
-    disk_size: Annotated[str, typer.Option(help="Quota of the disk tier.")] = "0",
+    disk: Annotated[str, typer.Option(help="Quota of the disk tier; 0: none.")] = "0",
+    disk_path: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
     name: Annotated[str, typer.Option(help="The store's name (store_name).")] = "default",
     disk_threads: Annotated[int, typer.Option(help="Threads that read and write the disk.")] = 2,
     linger_s: Annotated[
@@ -59,8 +59,8 @@ def run(
 
     settings = StoreSettings(
         host_bytes=parse_bytes("--host", host),
-        disk_path=disk,
-        disk_bytes=parse_bytes("--disk-size", disk_size),
+        disk_path=disk_path,
+        disk_bytes=parse_bytes("--disk", disk),
         store_name=name,
         runtime_dir=runtime_dir,
         disk_threads=disk_threads,
