@@ -7,7 +7,9 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -324,6 +326,20 @@ def test_everything_is_private(open_tier: Open, tmp_path: Path) -> None:
         assert mode == (0o700 if path.is_dir() else 0o600), path
     assert {path.name for path in root.iterdir()} == {"format", "lock", "slabs", "namespaces"}
     assert (root / "format").read_bytes() == b"kvfold-disk 1\n"
+
+
+def test_one_namespace_told_by_several_threads_at_once(tmp_path: Path) -> None:
+    class Slow(FileSystem):
+        def rename(self, old: Path, new: Path) -> None:
+            time.sleep(0.02)
+            super().rename(old, new)
+
+    tier = DiskTier(tmp_path / "root", 1 << 20, files=Slow())
+    with ThreadPoolExecutor(4) as pool:
+        told = [pool.submit(tier.remember_namespace, NAMESPACE, "{}") for _ in range(8)]
+    assert [future.exception() for future in told] == [None] * 8
+    assert tier.namespaces() == {NAMESPACE: "{}"}
+    tier.close()
 
 
 def test_namespaces_are_kept(open_tier: Open, tmp_path: Path) -> None:

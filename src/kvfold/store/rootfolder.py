@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ class RootFolder:
         self.texts = self.path / "namespaces"
         self._files = files
         self._known: set[bytes] = set()
+        self._writing = threading.Lock()
         with self._explained():
             self._own_folder(self.path)
             self._lock_fd = self._lock()
@@ -65,8 +67,12 @@ class RootFolder:
 
     def remember_text(self, digest: bytes, text: str) -> None:
         """Keep the clear text (JSON, at most 1 MiB) of a namespace; again changes nothing."""
-        if digest in self._known:
-            return
+        # All clients of an engine bring the same text at once, on several disk threads.
+        with self._writing:
+            if digest not in self._known:
+                self._remember(digest, text)
+
+    def _remember(self, digest: bytes, text: str) -> None:
         path = self.texts / f"{digest.hex()}.json"
         content = text.encode()
         if len(content) > MAX_TEXT_BYTES:

@@ -9,10 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
 from kvfold.testing.engines import do_step
+
+# vLLM's workers wait for one another by yielding in a loop. With as many waiters as cores, some
+# kernels then keep every other process (a store, say) from running for seconds. A short sleep waits
+# as well. Workers run this too: they import the main module when they are spawned.
+os.sched_yield = lambda: time.sleep(5e-5)
 
 
 def main(answers_fd: int) -> int:
