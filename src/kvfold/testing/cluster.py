@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from kvfold import identity
-from kvfold.copy.cpu import Bytes, CpuCopier, LayerPages, Sweep
+from kvfold.copy.cpu import Bytes, CpuCopier, LayerPages
 from kvfold.errors import ConfigError
 from kvfold.mesh import Mesh
 from kvfold.plan import GroupPlan, OffloadPlan, PlanOptions, plan
@@ -64,6 +64,13 @@ class Suspect(NamedTuple):
     others: tuple[int, ...]
 
 
+class Misplaced(NamedTuple):
+    """A layer whose bytes in the slot of a chunk are not what the format says."""
+
+    layer: str
+    chunk: int
+
+
 @dataclass
 class Stored:
     """What one `store` did: bytes copied into slots, time in copies, and what was refused."""
@@ -74,6 +81,7 @@ class Stored:
     no_room: int = 0
     refused: int = 0
     suspects: tuple[Suspect, ...] = ()
+    misplaced: tuple[Misplaced, ...] = ()
 
 
 @dataclass
@@ -287,8 +295,9 @@ class _Joined:
         print_ = cluster.plan.fingerprint
         engine = hashlib.sha256(f"{print_} {cluster.layout}".encode()).hexdigest()[:16]
         self.session: Session = shelf.open(engine, world, print_, groups)
+        self._ranks = range(world)
         self.copiers = [
-            CpuCopier(cluster.pages(rank), self.session.arena(rank)) for rank in range(world)
+            CpuCopier(cluster.pages(rank), self.session.arena(rank)) for rank in self._ranks
         ]
 
     def __enter__(self) -> _Joined:
@@ -316,22 +325,51 @@ class _Joined:
             job, offsets, _ = self.session.ask(number, keys, writers, [*map(_records, checksums)])
             done.no_room += offsets.count(NO_ROOM)
             done.refused += offsets.count(REFUSED)
-            for rank, copier in enumerate(self.copiers):
-                sweeps: dict[int, tuple[Sweep, ...]] = {}
-                granted = [
-                    i for i, o in enumerate(offsets) if o < REFUSED and writers[i] >> rank & 1
-                ]
-                for rotation in {rotations[i] for i in granted}:
-                    runs = group.writes(rank, rotation)
-                    sweeps[rotation] = copier.compile(runs, group.slot_bytes)
-                started_s = time.perf_counter()
-                for i in granted:
-                    mine = sweeps[rotations[i]]
-                    done.nbytes += CpuCopier.to_slot(mine, blocks[i], offsets[i])
-                done.copy_s += time.perf_counter() - started_s
+            written = [self._write(done, group, rank, keys, offsets) for rank in self._ranks]
+            done.misplaced += tuple(self._misplaced(group, offsets))
+            for rank, granted in enumerate(written):
                 self.session.commit(job, rank, granted)
             done.chunks += sum(o < REFUSED for o in offsets)
         return done
+
+    def _write(
+        self, done: Stored, group: GroupPlan, rank: int, keys: bytes, offsets: list[int]
+    ) -> list[int]:
+        """Copy this rank's part of every granted chunk; return the chunks that have one."""
+        rotations = [key % group.rotations for key in keys[::32]]
+        granted = [
+            i
+            for i, offset in enumerate(offsets)
+            if offset < REFUSED and rank in group.writers(rotations[i])
+        ]
+        copier, blocks = self.copiers[rank], self.cluster.chunks()
+        sweeps = {
+            rotation: copier.compile(group.writes(rank, rotation), group.slot_bytes)
+            for rotation in {rotations[i] for i in granted}
+        }
+        started_s = time.perf_counter()
+        for i in granted:
+            done.nbytes += CpuCopier.to_slot(sweeps[rotations[i]], blocks[i], offsets[i])
+        done.copy_s += time.perf_counter() - started_s
+        return granted
+
+    def _misplaced(self, group: GroupPlan, offsets: list[int]) -> Iterator[Misplaced]:
+        """Compare slots, before they are published, with the format: layer, block, head, state."""
+        memory = np.frombuffer(self.session.arena(0), np.uint8)
+        step, before = group.blocks_per_chunk, 0
+        for layer in group.layers:
+            content = self.cluster.truth.slots(layer.spec, layer.placement.stage)
+            if content is None:
+                before += layer.block_bytes * step
+                continue
+            nbytes = content.shape[1] * step
+            for i, offset in enumerate(offsets):
+                slot = memory[offset + before :][:nbytes] if offset < REFUSED else None
+                if slot is not None and not np.array_equal(
+                    slot, content[i * step : (i + 1) * step].reshape(-1)
+                ):
+                    yield Misplaced(layer.spec.name, i)
+            before += nbytes
 
     def load(self, chosen: Collection[int]) -> Loaded:
         done, blocks = Loaded(), self.cluster.chunks()

@@ -108,6 +108,8 @@ class Report:
                 )
         if not (self.stored.suspects or self.stored.no_room) and self.stored.nbytes != distinct:
             yield f"{self.stored.nbytes:,} bytes were stored, {distinct:,} are distinct"
+        for layer, chunk in self.stored.misplaced:
+            yield f"layer {layer!r}: its bytes in the slot of chunk {chunk} are not in their order"
         yield from self.loaded.failures
         yield from map(_different, self.differences)
         if self.reading is not None:

@@ -111,17 +111,28 @@ class Truth:
         held = self.holding(layer, seat)
         if not held.states:
             return self._stream((layer.name, *held.name), (layer.page_bytes,))
-        total = layer.max_tp_shards or layer.num_kv_heads
-        shards = self.mesh.dcp if layer.dcp_sharded else 1
-        states = layer.block_size // layer.tokens_per_state * shards
-        logical = self._stream((layer.name, "rows"), (total, states, layer.head_bytes))
+        logical = self._rows(layer)
         first, count = held.heads[0], len(held.heads)
         mine = logical[:, first : first + count]
-        if len(held.states) < states:
+        if len(held.states) < logical.shape[2]:
             mine = mine[:, :, list(held.states)]
         if layer.encoding == "tokens_first":
             mine = mine.transpose(0, 2, 1, 3)
         return mine.reshape(self.blocks, layer.page_bytes)
+
+    def slots(self, layer: LayerSpec, stage: int) -> Bytes | None:
+        """Return the layer's bytes of a slot by the format, shape (blocks, bytes of one block).
+
+        Rows by head, state, byte; pages held whole one after another, by shard. None if `layer` is
+        in `unlike`: what its slot should be is not defined.
+        """
+        holders = {self.holding(layer, s): s for s in seats(self.mesh) if s.pp == stage}
+        if layer.name in self.unlike:
+            return None
+        if all(held.states for held in holders):
+            return self._rows(layer).reshape(self.blocks, -1)
+        ordered = sorted(holders.items(), key=lambda item: item[0].name)
+        return np.concatenate([self.pages(layer, seat) for _, seat in ordered], axis=1)
 
     def distinct_bytes(self, layer: LayerSpec, stage: int) -> int:
         """Return how many bytes of one block of `layer` differ in more than their copies."""
@@ -136,6 +147,13 @@ class Truth:
                     whole.add(held)
         rows = sum(len(states) * len(found) for states, found in heads.items())
         return rows * layer.head_bytes + len(whole) * layer.page_bytes
+
+    def _rows(self, layer: LayerSpec) -> Bytes:
+        """Return the logical cache of a layer of rows: (blocks, heads, states, head_bytes)."""
+        total = layer.max_tp_shards or layer.num_kv_heads
+        shards = self.mesh.dcp if layer.dcp_sharded else 1
+        states = layer.block_size // layer.tokens_per_state * shards
+        return self._stream((layer.name, "rows"), (total, states, layer.head_bytes))
 
     def _stream(self, name: tuple[str | int, ...], shape: tuple[int, ...]) -> Bytes:
         """Return the bytes of this name, (blocks, *shape); the last one is kept for its sharers."""
