@@ -205,6 +205,18 @@ def test_after_a_reset_nothing_stored_before_is_served(llama_kv2, store, answer)
         )
 
 
+def test_keys_that_nobody_else_can_make_stay_off_the_disk(llama_kv2, store, answer):
+    random_seed = {"prefix_caching_hash_algo": "xxhash"}
+    with local_engine(llama_kv2, engine_args=random_seed, connector=store) as llm:
+        assert ask(llm) == (answer, 0)
+        assert ask(llm) == (answer, HITS), "16-byte hashes are keys too"
+        assert connector(llm).drain(20)
+        client = tool(store)
+        client.flush(30)
+        assert client.status()["disk"]["stored_chunks"] == 0
+        client.close()
+
+
 def test_a_tiny_pool_reuses_no_block_that_is_being_stored(llama_kv2, store):
     """Prompts that end at block boundaries, more than the pool holds, all answered right."""
     prompts = [prompt(3 * SPAN, seed=s) for s in range(8)]

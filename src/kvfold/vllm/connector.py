@@ -33,7 +33,7 @@ from kvfold.vllm.messages import Handshake, StepOrders, StepResults
 from kvfold.vllm.requests import Geometry
 from kvfold.vllm.scheduler import SchedulerSide
 from kvfold.vllm.settings import ConnectorSettings
-from kvfold.vllm.worker import WorkerSide, peer, store_settings
+from kvfold.vllm.worker import WorkerSide, peer
 
 if TYPE_CHECKING:
     import torch
@@ -170,10 +170,15 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
                     f"{planned.fingerprint} as on the scheduler's side",
                 )
         known = translate.build_identity(records[0], planned)
-        self._link = StoreLink(
-            store_settings(config, self._settings), peer(config, "scheduler", 0, planned, known)
-        )
+        self._link = StoreLink(self._settings.store(), peer(config, "scheduler", 0, planned, known))
         self._link.start()
+        if translate.random_hash_seed(config):
+            logger.warning(
+                "kvfold: block hashes are seeded at random (prefix_caching_hash_algo=%s), so no "
+                "other process finds what this one stores, and nothing is written to disk. Set "
+                "PYTHONHASHSEED or use sha256.",
+                config.cache_config.prefix_caching_hash_algo,
+            )
         group = planned.groups[0]
         geometry = Geometry(
             tokens_per_hash=planned.tokens_per_hash,

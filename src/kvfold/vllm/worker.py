@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from kvfold.errors import StoreGone
 from kvfold.plan import OffloadPlan, PlanOptions
 from kvfold.store.client import Group, Role, StoreClient
 from kvfold.store.messages import NO_FRAGMENT
-from kvfold.store.settings import StoreSettings
 from kvfold.vllm import translate
 from kvfold.vllm.link import Peer, StoreLink
 from kvfold.vllm.loads import Loads
@@ -178,7 +176,7 @@ class WorkerSide:
             self._copies, self._settings.store_deadline_s, stored=self._recorder("store")
         )
         self._link = StoreLink(
-            store_settings(self._config, self._settings),
+            self._settings.store(),
             peer(self._config, "worker", rank, planned, known),
             on_ready=self._loads.ready,
             on_failed=self._loads.lost,
@@ -277,21 +275,6 @@ def _gather(record: dict[str, Any], group: Any) -> list[dict[str, Any]]:
     return gathered
 
 
-def store_settings(config: VllmConfig, settings: ConnectorSettings) -> StoreSettings:
-    """The store this engine uses; without a disk tier if its keys cannot be found again."""
-    assert config.kv_transfer_config is not None
-    store = settings.store()
-    if store.disk_path is not None and translate.random_hash_seed(config):
-        logger.warning(
-            "kvfold: block hashes are seeded at random (prefix_caching_hash_algo=%s), so nothing "
-            "stored can be found by another process: the disk tier is off. Set PYTHONHASHSEED or "
-            "use sha256.",
-            config.cache_config.prefix_caching_hash_algo,
-        )
-        return replace(store, disk_path=None, disk_bytes=0)
-    return store
-
-
 def peer(
     config: VllmConfig, role: Role, rank: int, planned: OffloadPlan, known: identity.Identity
 ) -> Peer:
@@ -306,7 +289,12 @@ def peer(
         planned.fingerprint,
         [
             Group(
-                group.slot_bytes, group.chunk_bytes, identity.namespace(known.digest, 0), known.text
+                group.slot_bytes,
+                group.chunk_bytes,
+                identity.namespace(known.digest, 0),
+                known.text,
+                # Keys that no other process can make would only fill the disk.
+                durable=not translate.random_hash_seed(config),
             )
         ],
     )
