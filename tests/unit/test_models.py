@@ -253,6 +253,12 @@ def test_states_raise_the_block_size_as_the_engine_does() -> None:
     assert any("544 instead of 16" in note for note in model.notes)
 
 
+def test_a_single_mamba2_group_is_copied_to_every_rank() -> None:
+    """Bamba at TP8: conv 3 x (8192 + 2 x 8 x 128) / 8 bf16, state 8192 / 8 x 128 bf16."""
+    states = [x for x in build(load("bamba-9b"), Mesh(tp=8)).layers if x.kind == "mamba2"]
+    assert {x.page_bytes for x in states} == {2 * (3 * (8192 + 2 * 8 * 128) // 8 + 1024 * 128)}
+
+
 @pytest.mark.parametrize(("layers", "pp"), [(61, 4), (61, 2), (78, 8)])
 def test_every_layer_is_on_one_stage_in_order(layers: int, pp: int) -> None:
     name = {61: "deepseek-v3", 78: "glm-5"}[layers]

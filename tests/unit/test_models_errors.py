@@ -168,6 +168,7 @@ def test_a_model_is_a_file_a_folder_or_a_shipped_name(tmp_path: Path) -> None:
     ]
     assert [c.name for c in found] == ["my-model", "my-model", "other"]
     assert found[0].source == found[1].source == str(folder)
+    assert load("GLM-5.3").source is None
     assert all(build(c, Mesh()).groups == build(load("GLM-5.3"), Mesh()).groups for c in found)
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from kvfold import __version__
-from kvfold.cli import demo, store
+from kvfold.cli import demo, plan, store
 from kvfold.errors import ConfigError, KvfoldError, StoreGone
 
 EXIT_ERROR = 1
@@ -25,6 +25,7 @@ app = typer.Typer(
     epilog="Exit status: 0 done, 1 failed, 2 wrong usage or setting, 3 no store runs.",
 )
 app.add_typer(store.app, name="store")
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 
 

@@ -22,7 +22,8 @@ DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 class Config:
     """The fields of one config.json; those of a nested `text_config` count as its own.
 
-    `name` is what messages call the model, `source` what a serving command would be given.
+    `name` is what messages call the model, `source` the folder that a serving command would be
+    given; None for a config that ships with kvfold.
     """
 
     def __init__(self, name: str, values: Mapping[str, Any], source: str | None = None) -> None:
@@ -30,7 +31,7 @@ class Config:
         nested = dict(text) if isinstance(text, Mapping) else {}
         nested.pop("architectures", None)
         self.name = name
-        self.source = source or name
+        self.source = source
         self.values: dict[str, Any] = {**values, **nested}
 
     def has(self, field: str) -> bool:

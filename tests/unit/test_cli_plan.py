@@ -1,0 +1,229 @@
+"""`kvfold plan`: figures, text and JSON, comparisons, explanations, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.cli import EXIT_USAGE, main
+from kvfold.models import load, shipped
+
+WIDTH = 100
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    status, out, _ = run(capsys, *arguments, "--json")
+    assert status == 0
+    return json.loads(out)
+
+
+GLM = ("glm-5.3", "--tp", "8", "--kv-cache-dtype", "fp8_ds_mla")
+
+
+def test_the_figures_of_a_folded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    report = told(capsys, *GLM, "--host", "500GB", "--sequence-tokens", "1000")
+    assert report["per_token"]["unique_bytes"] == 53_940
+    assert report["per_token"]["copies_bytes"] == 8 * 53_940
+    assert report["kv_tp_replicas"] == report["engine_kv_tp_replicas"] == 8
+    assert report["replicated_layout"] is True
+    assert report["engine_slot_bytes"] == {"single": 3_452_928, "copies": 27_619_328}
+    [group] = report["groups"]
+    assert [(k["kind"], k["layers"], k["replicas"], k["folded"]) for k in group["kinds"]] == [
+        ("mla", 78, 8, True),
+        ("indexer", 21, 8, True),
+    ]
+    # In whole slots of 3,452,928 B for 64 tokens.
+    [tier] = report["tiers"]
+    assert tier["tokens"] == 500 * 10**9 * 64 // 3_452_928
+    assert tier["sequences"] == 500 * 10**9 * 64 // (3_452_928 * 1000)
+    assert tier["tokens_of_copies"] == 500 * 10**9 // (8 * 53_940)
+
+
+def test_layers_that_do_not_fold_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    report = told(capsys, "kimi-k3", "--tp", "8", "--disk", "1TB")
+    states, attention = report["groups"]
+    assert states["kinds"][0]["folded"] is False
+    assert "states split over tp=8" in states["kinds"][0]["reason"]
+    assert attention["kinds"][0]["replicas"] == 8
+    assert report["engine_slot_bytes"] is None
+    assert report["per_sequence"]["state_bytes"] == 69 * 6_512_640
+    [disk] = report["tiers"]
+    sequence = 32_768 * attention["slot_bytes"] // attention["tokens_per_chunk"]
+    assert disk["sequences"] == 10**12 // (sequence + states["slot_bytes"])
+
+
+def test_the_text_tells_what_the_json_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *GLM, "--host", "500GiB", "--disk", "4TiB")
+    assert (status, err) == (0, "")
+    for part in (
+        "glm-5.3 (GlmMoeDsaForCausalLM): 78 layers, KV cache fp8_ds_mla, block size 64",
+        "slot 3,452,928 B (3.29 MiB)",
+        "folded 8:1 (same bytes on every rank of the stage); first fragment on 0-7",
+        "unique 53,940 B; every rank's copy 431,520 B (8.00 times)",
+        "one copy 3,452,928 B; 8 copies 27,619,328 B",
+        "host 500 GiB  9,950,899 tokens",
+        "disk 4 TiB    81,517,765 tokens",
+    ):
+        assert part in out
+    _, out, _ = run(capsys, "glm-5.3-flash", "--tp", "8")
+    assert "11 layers of circular_buffer, outside prefix caching: kept in position" in out
+    assert "what group 0 stores can only be read at the same tp" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_every_model_fits_100_columns(
+    capsys: pytest.CaptureFixture[str], name: str, tp: str
+) -> None:
+    extra = ("--host", "1TB", "--compare", "tp=1", "--compare", "tp=4,dcp=2", "--compare", "tp=7")
+    for arguments in ((name, "--tp", tp, *extra), (name, "--tp", tp, "--explain", "0")):
+        status, out, _ = run(capsys, *arguments)
+        if "--explain" not in arguments:
+            assert status == 0
+        assert "\x1b" not in out
+        assert [line for line in out.splitlines() if len(line) > WIDTH] == []
+
+
+def test_the_command_is_ready_to_paste(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from kvfold.vllm.settings import ConnectorSettings
+
+    folder = tmp_path / "my model's"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load("glm-5.3").values))
+    sizes = ("--host", "2GiB", "--disk", "3GiB", "--blocks-per-chunk", "4")
+    layout = ("--tp", "4", "--pp", "2", "--dcp", "2", "--block-size", "64")
+    report = told(capsys, str(folder), *layout, *sizes)
+    words = shlex.split(report["command"].replace("\\\n", " "))
+    assert words[:3] == ["vllm", "serve", str(folder)]
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    transfer = json.loads(options.pop("--kv-transfer-config"))
+    assert options == {
+        "--tensor-parallel-size": "4",
+        "--decode-context-parallel-size": "2",
+        "--pipeline-parallel-size": "2",
+        "--block-size": "64",
+    }
+    assert transfer["kv_connector"] == "KvfoldConnector"
+    settings = ConnectorSettings.parse(transfer["kv_connector_extra_config"])
+    assert settings.store().host_bytes == 2 << 30
+    assert settings.store().disk_bytes == 3 << 30
+    assert settings.blocks_per_chunk == 4
+
+
+def test_what_is_not_served_yet_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = told(capsys, "gemma-3-27b", "--pp", "2")["notes"]
+    assert any("does not serve pp 2, 2 cache groups yet" in note for note in notes)
+    assert any("ships with kvfold" in note for note in notes)
+    assert not any(
+        "does not serve" in n for n in told(capsys, "llama-3.1-8b", "--tp", "2")["notes"]
+    )
+
+
+def test_layouts_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    others = ["dcp=2", "tp=16", "tp=3", "tp=4,pp=2", "dcp=2,block-size=64", "kv-cache-dtype=fp8"]
+    arguments = [a for text in others for a in ("--compare", text)]
+    rows = told(capsys, "deepseek-v3", "--tp", "8", "--block-size", "32", *arguments)["comparison"]
+    base, halved, wider, refused, stages, twice, fp8 = rows
+    assert base["reads_base"] is True
+    # Block hashes are equal where block_size x dcp is; a slot is laid out by token.
+    assert (halved["block_size"], halved["reads_base"]) == (16, True)
+    assert halved["copies_bytes"] == 4 * 70_272
+    assert (wider["block_size"], wider["kv_tp_replicas"], wider["reads_base"]) == (32, 16, True)
+    assert "tp=3" in refused["refused"]
+    assert stages["reads_base"] is True
+    assert (twice["block_size"], twice["reads_base"]) == (64, False)
+    assert (fp8["unique_bytes"], fp8["reads_base"]) == (35_136, False)
+
+
+def test_pages_kept_whole_are_read_by_their_own_topology_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("kimi-k3", "--tp", "2", "--compare", "tp=2", "--compare", "tp=2,pcp=2")
+    rows = told(capsys, *arguments, "--block-size", "3072")["comparison"]
+    assert [row["reads_base"] for row in rows] == [True, True, False]
+
+
+def test_all_about_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = told(capsys, "glm-5.3", "--tp", "8", "--dcp", "2", "--explain", "6")
+    assert [x["name"] for x in layers] == [
+        "model.layers.6.self_attn.attn",
+        "model.layers.6.self_attn.indexer.k_cache",
+    ]
+    assert [f["owners"] for f in layers[0]["fragments"]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layers[0]["fragments"][1]["first_writer"] in (1, 3, 5, 7)
+    _, out, _ = run(
+        capsys, "llama-3.1-8b", "--tp", "16", "--explain", "model.layers.3.self_attn.attn"
+    )
+    assert out.count("model.layers.") == 1
+    assert "fragment  head shard 7, token shard 0: ranks 14-15; first writer" in out
+    _, out, _ = run(capsys, "kimi-k3", "--tp", "32", "--explain", "0")
+    assert "... and 24 more fragments (all with --json)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing",), "model='nothing': expected a config.json, a folder with one, or a name"),
+        (("lama-3.1-8b",), "did you mean llama-3.1-8b"),
+        (("llama-3.1-8b", "--tp", "0"), "tp=0: expected a whole number of at least 1"),
+        (("llama-3.1-8b", "--tp", "3"), "tp=3: expected a divisor of num_attention_heads=32"),
+        (("llama-3.1-8b", "--tp", "8", "--dcp", "3"), "dcp=3: expected a divisor of tp=8"),
+        (("llama-3.1-8b", "--tp", "8", "--dcp", "2"), "dcp=2: expected at least 2 ranks per head"),
+        (("llama-3.1-8b", "--pcp", "2", "--dcp", "4"), "dcp=4: expected 1, pcp=2"),
+        (("llama-3.1-8b", "--pp", "64"), "pp=64: expected at most num_hidden_layers=32"),
+        (("llama-3.1-8b", "--block-size", "0"), "block_size=0: expected a whole number"),
+        (("llama-3.1-8b", "--kv-cache-dtype", "fp4"), "kv_cache_dtype='fp4': expected one of auto"),
+        (("llama-3.1-8b", "--blocks-per-chunk", "0"), "blocks_per_chunk=0"),
+        (("llama-3.1-8b", "--host", "lots"), "--host='lots': expected a size such as"),
+        (("llama-3.1-8b", "--disk", "-1"), "--disk='-1': expected a size such as"),
+        (("llama-3.1-8b", "--sequence-tokens", "0"), "--sequence-tokens=0"),
+        (("llama-3.1-8b", "--explain", "32"), "--explain='32': expected a layer's number or name"),
+        (("llama-3.1-8b", "--compare", "xp=2"), "--compare='xp=2': expected settings such as tp=4"),
+        (("llama-3.1-8b", "--compare", "tp=2,tp=4"), "--compare='tp=2,tp=4'"),
+        (("llama-3.1-8b", "--compare", "tp="), "--compare='tp='"),
+        (("llama-3.1-8b", "--compare", "tp=two"), "--compare tp='two': expected a whole number"),
+        (("gpt-oss-120b", "--tp", "16"), "tp=16: expected at most num_key_value_heads=8: gpt-oss"),
+    ],
+)
+def test_every_way_to_fail_names_the_field(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (EXIT_USAGE, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_help_has_examples_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvfold.cli.plan import EXAMPLES
+
+    lines = [line for line in EXAMPLES.splitlines() if line.startswith("kvfold plan")]
+    assert len(lines) >= 4
+    _, out, _ = run(capsys, "--help")
+    for line in lines:
+        assert line in " ".join(out.split())
+        words = shlex.split(line.partition(" |")[0])[2:]
+        if not words[0].startswith("~"):
+            assert run(capsys, *words)[0] == 0
+
+
+def test_the_command_imports_neither_torch_nor_an_engine() -> None:
+    code = (
+        "import sys; from kvfold.cli import main; assert main(['plan', 'kimi-k3']) == 0; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'transformers')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert result.returncode == 0, result.stderr.decode()
