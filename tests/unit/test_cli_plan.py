@@ -147,6 +147,16 @@ def test_layouts_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert (fp8["unique_bytes"], fp8["reads_base"]) == (35_136, False)
 
 
+def test_a_layout_with_less_dcp_takes_larger_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("deepseek-v3", "--tp", "8", "--dcp", "4", "--block-size", "32")
+    rows = told(capsys, *base, "--compare", "dcp=1", "--compare", "dcp=8")["comparison"]
+    assert [(r["block_size"], r["reads_base"]) for r in rows] == [
+        (32, True),
+        (128, True),
+        (16, True),
+    ]
+
+
 def test_pages_kept_whole_are_read_by_their_own_topology_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

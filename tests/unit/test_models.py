@@ -100,6 +100,8 @@ TABLE = {
     "deepseek-v4-flash": Row(6250, 3915, 17_842_176, at=((8, V4, 6250), None)),
     # Its config does not say o_groups, so that nothing refuses 16.
     "deepseek-v4-flash-0731": Row(6250, 3915, 17_842_176, at=((8, V4, 6250), (16, V4_16, 6250))),
+    # Not in the engine's declarations, though the same on every rank.
+    "deepseek-v4.1-flash": Row(2890, 1797.75, at=((1, {"mla": 8, "indexer": 8}, 2890), None)),
     "deepseek-v4-pro": Row(8948, 5609.25, 26_705_920, at=((8, V4, 8948), (16, V4_16, 8948))),
     "gemma-3-27b": windowed(81_920, 416 * MIB, (10_240, 5_120)),
     "gemma-4-31b": windowed(81_920, 800 * MIB, (20_480, 20_480), (2, 4)),
@@ -244,6 +246,27 @@ def test_rings_keep_their_position_outside_prefix_caching() -> None:
     assert [[x.page_bytes for x in g.layers] for g in ring] == [[8192] * 11]
     result = plan(model.groups, Mesh(tp=8))
     assert [g.participating for g in result.groups] == [g.prefix_cacheable for g in model.groups]
+
+
+def test_the_four_sources_of_deepseek_v4_1() -> None:
+    """Windows are replayed and rings request-local: both outside prefix caching."""
+    model = build(load("deepseek-v4.1-flash"), Mesh(tp=8), "fp8")
+    outside: dict[str, list[int]] = {
+        x.kind: [] for x in model.layers if x.kind not in ("mla", "indexer")
+    }
+    for group in model.groups:
+        for layer in group.layers:
+            if not group.prefix_cacheable:
+                outside[layer.kind].append(layer.page_bytes)
+    assert outside == {"sliding_window_mla": [32 * 584] * 40, "circular_buffer": [32_768] * 3}
+    owners = {
+        int(x.name.split(".")[2]): x.tokens_per_state for x in model.layers if x.kind == "mla"
+    }
+    assert owners == {2: 2, 8: 2, 14: 2, 20: 1}
+    windows = [
+        g for g in build(load("deepseek-v4.1-flash"), Mesh(pcp=2)).groups if g.layers[0].window
+    ]
+    assert [g.prefix_cacheable for g in windows] == [True]
 
 
 def test_states_raise_the_block_size_as_the_engine_does() -> None:

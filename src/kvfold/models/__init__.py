@@ -15,6 +15,7 @@ from kvfold.mesh import Mesh
 from kvfold.models import (
     deepseek,
     deepseek_v4,
+    deepseek_v41,
     falcon_h1,
     gemma,
     glm5_next,
@@ -49,6 +50,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": _MLA,
     "DeepseekV32ForCausalLM": _DSA,
     "DeepseekV3ForCausalLM": _MLA,
+    "DeepseekV41ForCausalLM": Family(deepseek_v41.build, 256),
     "DeepseekV4ForCausalLM": Family(deepseek_v4.build, 256),
     "FalconH1ForCausalLM": Family(falcon_h1.build),
     "Gemma3ForCausalLM": Family(gemma.build),

@@ -173,18 +173,26 @@ class Builder:
             dtype="+".join(parts),
         )
 
-    def ring(self, index: int, slots: int, slot_bytes: int) -> None:
+    def ring(self, index: int, part: str, slots: int, slot_bytes: int) -> None:
         """Add a request-local ring buffer: outside prefix caching, kept in position."""
-        self._outside.add("ring")
+        self.keep_outside("ring")
         self.add(
             "ring",
             index,
-            "self_attn.indexer.tail",
+            part,
             kind=CIRCULAR_BUFFER,
             block_size=slots,
             head_bytes=slot_bytes,
             dcp_sharded=False,
         )
+
+    def keep_outside(self, group: str) -> None:
+        """Say that `group` is outside prefix caching."""
+        self._outside.add(group)
+
+    def stage(self, index: int) -> int:
+        """Return the pipeline stage of layer number `index`."""
+        return next(i for i, end in enumerate(self._ends) if index < end)
 
     def add(
         self, group: str, index: int, part: str, *, engine_declares: bool = False, **fields: Any
@@ -193,8 +201,7 @@ class Builder:
         name = f"model.layers.{index}.{part}"
         shared: dict[str, Any] = {"name": name, "block_size": self.block_size, "num_kv_heads": 1}
         spec = LayerSpec(**(shared | fields))
-        stage = next(i for i, end in enumerate(self._ends) if index < end)
-        self._groups.setdefault(group, []).append((spec, stage))
+        self._groups.setdefault(group, []).append((spec, self.stage(index)))
         if engine_declares:
             self._declared.add(name)
 

@@ -32,18 +32,15 @@ _COMPRESSORS = {4: _Compressor(4, 8, 4), 128: _Compressor(8, 128, 2)}
 
 def build(builder: Builder) -> None:
     config = builder.config
-    if config.has("o_groups") and builder.mesh.tp > (groups := config.count("o_groups")):
-        raise PlanError("tp", builder.mesh.tp, f"at most o_groups={groups}")
-    if builder.block_size % 128:
-        raise ConfigError("block_size", builder.block_size, "a multiple of 128")
-    ratios = _ratios(builder)
-    row, padding = _row(builder)
+    check_common(builder)
+    ratios = compress_ratios(builder, (0, 4, 128))
+    row, padding = packed_row(builder)
     main_bytes = sum(_main_layer(builder, i, ratio, row, padding) for i, ratio in enumerate(ratios))
     page_bytes = align(_WINDOW_BLOCK * row.nbytes, padding)
     # The engine deals the window layers to as many groups as fit the widest one's block.
     window_groups = max(1, -(-len(ratios) * page_bytes // max(1, main_bytes)))
     for i in range(len(ratios)):
-        _add(
+        add_row(
             builder,
             f"window {i % window_groups}",
             i,
@@ -62,8 +59,17 @@ def build(builder: Builder) -> None:
     builder.engine_groups = True
 
 
-def _ratios(builder: Builder) -> list[int]:
-    """Return each layer's ratio: 0 (window only), 4 or 128. Further zeros are draft layers'."""
+def check_common(builder: Builder) -> None:
+    """Refuse what no DeepSeek-V4 runs with."""
+    config = builder.config
+    if config.has("o_groups") and builder.mesh.tp > (groups := config.count("o_groups")):
+        raise PlanError("tp", builder.mesh.tp, f"at most o_groups={groups}")
+    if builder.block_size % 128:
+        raise ConfigError("block_size", builder.block_size, "a multiple of 128")
+
+
+def compress_ratios(builder: Builder, allowed: tuple[int, ...]) -> list[int]:
+    """Return each layer's ratio; 0 is window only. Further zeros are draft layers'."""
     config = builder.config
     ratios = config.counts("compress_ratios")
     if len(ratios) < config.layers or any(ratios[config.layers :]):
@@ -73,12 +79,12 @@ def _ratios(builder: Builder) -> list[int]:
             ratios[config.layers :] or len(ratios),
         )
     for i, ratio in enumerate(ratios):
-        if ratio not in (0, 4, 128):
-            config.refuse(f"compress_ratios[{i}]", "0, 4 or 128", ratio)
+        if ratio not in allowed:
+            config.refuse(f"compress_ratios[{i}]", f"one of {allowed}", ratio)
     return ratios[: config.layers]
 
 
-def _row(builder: Builder) -> tuple[Row, int]:
+def packed_row(builder: Builder) -> tuple[Row, int]:
     """Return the latent row and what pages are padded to."""
     config, dtype = builder.config, builder.kv_dtype
     head_dim, rope = config.count("head_dim"), config.count("qk_rope_head_dim")
@@ -104,7 +110,7 @@ def _main_layer(builder: Builder, index: int, ratio: int, row: Row, padding: int
         parts.append(("self_attn.indexer.k_cache", INDEXER, indexer))
     total_bytes = 0
     for part, kind, own in parts:
-        total_bytes += _add(
+        total_bytes += add_row(
             builder,
             "attention",
             index,
@@ -127,7 +133,7 @@ def _states(builder: Builder, index: int, ratio: int, padding: int) -> None:
         dim = builder.config.count("index_head_dim")
         parts.append(("self_attn.indexer.compressor.state", dim))
     for part, dim in parts:
-        _add(
+        add_row(
             builder,
             f"compressor {ratio}",
             index,
@@ -141,7 +147,7 @@ def _states(builder: Builder, index: int, ratio: int, padding: int) -> None:
         )
 
 
-def _add(
+def add_row(
     builder: Builder,
     group: str,
     index: int,
@@ -155,6 +161,7 @@ def _add(
     window: int | None = None,
     encoding: Encoding = "heads_first",
     dtype: str,
+    engine_declares: bool = True,
 ) -> int:
     """Add one replicated single-row cache; return its page as the engine pads it."""
     block = block or builder.block_size
@@ -163,7 +170,7 @@ def _add(
         group,
         index,
         part,
-        engine_declares=True,
+        engine_declares=engine_declares,
         kind=kind,
         block_size=block,
         tokens_per_state=ratio,

@@ -27,4 +27,4 @@ def build(builder: Builder) -> None:
             continue
         builder.mla(i, rope, sparse=True)
         builder.indexer(i, tokens_per_state=pool)
-        builder.ring(i, pool, ring_bytes)
+        builder.ring(i, "self_attn.indexer.tail", pool, ring_bytes)
