@@ -290,7 +290,7 @@ def test_folding_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kvfold.plan, "place", folded)
     problems = tried(DCP).problems()
-    assert any("layer 'm0' rank 1: holds other bytes than rank 0, 2" in line for line in problems)
+    assert any("layer 'm0' rank 1: differs from rank 0, 2," in line for line in problems)
     assert any("bytes, " in line and "are distinct" in line for line in problems)
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from kvfold import __version__
-from kvfold.cli import demo, plan, store
+from kvfold.cli import demo, plan, selftest, store
 from kvfold.errors import ConfigError, KvfoldError, StoreGone
 
 EXIT_ERROR = 1
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(store.app, name="store")
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("selftest", epilog=selftest.EXAMPLES)(selftest.selftest)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 
 

@@ -94,8 +94,8 @@ class Report:
         for suspect in self.stored.suspects:
             others = ", ".join(map(str, suspect.others))
             yield (
-                f"layer {suspect.layer!r} rank {suspect.rank}: holds other bytes than rank {others}"
-                ", although its max_tp_shards says that they are replicas"
+                f"layer {suspect.layer!r} rank {suspect.rank}: differs from rank {others}, said to "
+                "hold the same"
             )
         if self.stored.no_room:
             yield f"{self.stored.no_room} chunks found no room in the store"
@@ -206,6 +206,8 @@ def _read(written: Cluster, reader: Cluster, layout: str, shelf: Shelf) -> Readi
         if field := first_difference(a, b):
             apart[i] = field
     alike = [i for i in range(len(reader.groups)) if i not in apart]
+    if not alike:
+        return Reading(layout, Loaded(), (), apart)
     reader.wipe()
     loaded = reader.load(shelf, alike)
     return Reading(layout, loaded, tuple(reader.differences(alike)), apart)
