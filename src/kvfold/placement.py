@@ -7,8 +7,9 @@ share the writing, spread by `deal`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 from kvfold.errors import PlanError
@@ -131,13 +132,7 @@ def place(spec: LayerSpec, stage: int, mesh: Mesh) -> LayerPlacement:
     if spec.max_tp_shards is None:
         return _place_undeclared(spec, stage, ranks)
 
-    owners: dict[tuple[int, int], list[int]] = {
-        (head, token): [] for head in range(head_shards) for token in range(token_shards)
-    }
-    for rank in ranks:
-        coords = mesh.coords(rank)
-        token = coords.dcp if token_shards > 1 else 0
-        owners[coords.tp * head_shards // mesh.tp, token].append(rank)
+    owners = _owners(mesh, stage, head_shards, token_shards)
     if missing := [key for key, held_by in owners.items() if not held_by]:
         raise PlanError(
             f"layer {spec.name!r} dcp",
@@ -145,7 +140,7 @@ def place(spec: LayerSpec, stage: int, mesh: Mesh) -> LayerPlacement:
             f"at least {mesh.dcp} ranks per head shard (nobody holds head shard {missing[0][0]}, "
             f"token shard {missing[0][1]}; tp={mesh.tp}, {head_shards} head shards)",
         )
-    fragments = tuple(Fragment(spec.name, *key, tuple(o)) for key, o in owners.items())
+    fragments = tuple(Fragment(spec.name, *key, held_by) for key, held_by in owners.items())
     canonical, why = _canonical(spec, token_shards, interleave)
     reason = _reason(head_shards, token_shards, fragments[0].replicas) + why
     return LayerPlacement(stage, head_shards, token_shards, fragments, canonical, reason)
@@ -203,6 +198,21 @@ def deal(sizes_bytes: Sequence[int], owners: int) -> tuple[int, ...]:
         dealt.append(middle_twice * owners // (2 * total_bytes))
         before_bytes += size_bytes
     return tuple(dealt)
+
+
+@lru_cache(maxsize=256)
+def _owners(
+    mesh: Mesh, stage: int, head_shards: int, token_shards: int
+) -> Mapping[tuple[int, int], tuple[int, ...]]:
+    """Return the ranks that hold each (head shard, token shard); many layers ask the same."""
+    owners: dict[tuple[int, int], list[int]] = {
+        (head, token): [] for head in range(head_shards) for token in range(token_shards)
+    }
+    for rank in mesh.stage_ranks(stage):
+        coords = mesh.coords(rank)
+        token = coords.dcp if token_shards > 1 else 0
+        owners[coords.tp * head_shards // mesh.tp, token].append(rank)
+    return {key: tuple(held_by) for key, held_by in owners.items()}
 
 
 def _head_shards(spec: LayerSpec, tp: int) -> int:
