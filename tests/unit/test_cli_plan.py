@@ -103,9 +103,10 @@ def test_the_command_is_ready_to_paste(capsys: pytest.CaptureFixture[str], tmp_p
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(load("glm-5.3").values))
     sizes = ("--host", "2GiB", "--disk", "3GiB", "--blocks-per-chunk", "4")
-    layout = ("--tp", "4", "--pp", "2", "--dcp", "2", "--block-size", "64")
+    layout = ("--tp", "4", "--pp", "2", "--dcp", "2", "--block-size", "64", "--dp", "2")
     report = told(capsys, str(folder), *layout, *sizes)
     words = shlex.split(report["command"].replace("\\\n", " "))
+    assert any("2 data-parallel replicas" in note for note in report["notes"])
     assert words[:3] == ["vllm", "serve", str(folder)]
     options = dict(zip(words[3::2], words[4::2], strict=True))
     transfer = json.loads(options.pop("--kv-transfer-config"))
@@ -113,6 +114,7 @@ def test_the_command_is_ready_to_paste(capsys: pytest.CaptureFixture[str], tmp_p
         "--tensor-parallel-size": "4",
         "--decode-context-parallel-size": "2",
         "--pipeline-parallel-size": "2",
+        "--data-parallel-size": "2",
         "--block-size": "64",
     }
     assert transfer["kv_connector"] == "KvfoldConnector"
@@ -192,6 +194,7 @@ def test_all_about_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama-3.1-8b", "--tp", "8", "--dcp", "3"), "dcp=3: expected a divisor of tp=8"),
         (("llama-3.1-8b", "--tp", "8", "--dcp", "2"), "dcp=2: expected at least 2 ranks per head"),
         (("llama-3.1-8b", "--pcp", "2", "--dcp", "4"), "dcp=4: expected 1, pcp=2"),
+        (("llama-3.1-8b", "--dp", "0"), "dp=0: expected a whole number of at least 1"),
         (("llama-3.1-8b", "--pp", "64"), "pp=64: expected at most num_hidden_layers=32"),
         (("llama-3.1-8b", "--block-size", "0"), "block_size=0: expected a whole number"),
         (("llama-3.1-8b", "--kv-cache-dtype", "fp4"), "kv_cache_dtype='fp4': expected one of auto"),

@@ -240,6 +240,13 @@ def test_indexers_of_glm_are_on_every_fourth_layer() -> None:
     assert [int(n.split(".")[2]) for n in names] == [0, 1, 2, *range(6, 75, 4)]
 
 
+def test_gemma_3_without_a_pattern_has_its_classes() -> None:
+    config = load("gemma-3-27b")
+    spoken = build(config, Mesh()).groups
+    del config.values["sliding_window_pattern"]
+    assert build(config, Mesh()).groups == spoken
+
+
 def test_rings_keep_their_position_outside_prefix_caching() -> None:
     model = build(load("glm-5.3-flash"), Mesh(tp=8))
     ring = [g for g in model.groups if not g.prefix_cacheable]

@@ -39,6 +39,7 @@ def plan(
     dcp: Annotated[int, typer.Option(help="Decode-context-parallel size; divides tp.")] = 1,
     pcp: Annotated[int, typer.Option(help="Prefill-context-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel replicas; each is an engine.")] = 1,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per block on one rank (default: the model's).")
     ] = None,
@@ -66,7 +67,9 @@ def plan(
 
     Needs no engine, no GPU and no weights: a config.json is enough.
     """
-    layout = Layout(tp, dcp, pcp, pp, block_size, kv_cache_dtype, blocks_per_chunk)
+    layout = Layout(tp, dcp, pcp, pp, block_size, kv_cache_dtype, blocks_per_chunk, dp)
+    if dp < 1:
+        raise ConfigError("dp", dp, "a whole number of at least 1")
     if sequence_tokens < 1:
         raise ConfigError("--sequence-tokens", sequence_tokens, "a whole number of at least 1")
     others = [_layout(layout, text) for text in compare or ()]

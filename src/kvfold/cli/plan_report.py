@@ -36,6 +36,7 @@ class Layout:
     block_size: int | None = None
     kv_cache_dtype: str = "auto"
     blocks_per_chunk: int = 1
+    dp: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -112,6 +113,11 @@ def notes(found: Planned) -> Iterator[str]:
     """Yield what a reader should know beside the figures."""
     yield from found.model.notes
     mesh, groups = found.plan.mesh, found.plan.groups
+    if found.layout.dp > 1:
+        yield (
+            f"{found.layout.dp} data-parallel replicas are engines of their own; those of one "
+            "machine share its store"
+        )
     reasons = [f"{axis} {getattr(mesh, axis)}" for axis in ("dcp", "pcp", "pp")]
     reasons = [text for text in reasons if not text.endswith(" 1")]
     if len(groups) > 1:
@@ -138,6 +144,7 @@ def command(found: Planned, tiers: Mapping[str, str]) -> str:
         ("--decode-context-parallel-size", layout.dcp, 1),
         ("--prefill-context-parallel-size", layout.pcp, 1),
         ("--pipeline-parallel-size", layout.pp, 1),
+        ("--data-parallel-size", layout.dp, 1),
         ("--block-size", layout.block_size, None),
         ("--kv-cache-dtype", layout.kv_cache_dtype, "auto"),
     )

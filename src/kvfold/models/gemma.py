@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvfold.models.builder import Builder
 
+_GEMMA3_PATTERN = 6
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -29,15 +30,18 @@ def _layer_types(builder: Builder) -> list[str]:
     """
     config = builder.config
     derived = None
-    if config.has("sliding_window_pattern"):
-        period = config.count("sliding_window_pattern")
+    # Published Gemma 3 configs say neither: then the pattern is the class's default.
+    given = config.has("sliding_window_pattern") or config.has("layer_types")
+    default = None if given or config.has("global_head_dim") else _GEMMA3_PATTERN
+    if config.has("sliding_window_pattern") or default:
+        period = config.count("sliding_window_pattern", default)
         derived = [_WINDOW if (i + 1) % period else _FULL for i in range(config.layers)]
     if not config.has("layer_types"):
         if derived is None:
             config.refuse("layer_types", f"a list of {_WINDOW!r} and {_FULL!r}")
         return derived
-    given = config.choices("layer_types", config.layers, (_WINDOW, _FULL))
-    for i, kind in enumerate(given):
+    kinds = config.choices("layer_types", config.layers, (_WINDOW, _FULL))
+    for i, kind in enumerate(kinds):
         if derived is not None and kind != derived[i]:
             config.refuse(f"layer_types[{i}]", f"{derived[i]!r}, by sliding_window_pattern", kind)
-    return given
+    return kinds
