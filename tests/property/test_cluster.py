@@ -15,8 +15,9 @@ from kvfold.copy.cpu import CpuCopier
 from kvfold.errors import ConfigError, PlanError
 from kvfold.mesh import Mesh
 from kvfold.placement import Fragment, Run, fragment_runs, place
-from kvfold.plan import PlanOptions
+from kvfold.plan import GroupPlan, PlanOptions
 from kvfold.spec import ROW_KINDS, STATE_KINDS, GroupSpec, LayerSpec
+from kvfold.store.client import Group
 from kvfold.testing.cluster import LAYOUTS, Cluster, in_layout
 from kvfold.testing.cluster_check import Layout, Report, check, respread
 from kvfold.testing.cluster_store import MemoryShelf
@@ -60,7 +61,6 @@ def layers(draw: Any, name: str, sharded: bool) -> dict[str, Any]:
         "dcp_sharded": sharded,
         "head_bytes": draw(st.integers(4, 9)),
         "encoding": "heads_first",
-        "padding": draw(st.sampled_from([0, 0, 5])),
         "total": 1,
     }
     if not sharded and draw(st.booleans()):
@@ -102,8 +102,15 @@ def models(draw: Any) -> Model:
     groups = []
     for g in range(draw(st.integers(1, 2))):
         sharded = draw(st.sampled_from([True, True, False]))
-        count = draw(st.integers(1, 3))
-        groups.append(tuple(draw(layers(f"g{g}.{i}", sharded)) for i in range(count)))
+        kinds = [draw(layers("", sharded)) for _ in range(draw(st.integers(1, 2)))]
+        copies = [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(1, 4)))]
+        paddings = [draw(st.sampled_from([0, 0, 5])) for _ in copies]
+        groups.append(
+            tuple(
+                fields | {"name": f"g{g}.{i}", "padding": padding}
+                for i, (fields, padding) in enumerate(zip(copies, paddings, strict=True))
+            )
+        )
     return Model(tuple(groups), draw(st.sampled_from([16, 32])), draw(st.sampled_from([1, 2])))
 
 
@@ -182,6 +189,30 @@ def test_a_false_replica_is_named_and_not_stored(case: Any, data: Any) -> None:
     assert {s.rank for s in suspects} == expected
     assert report.stored.refused
     assert any(f"rank {min(expected)}:" in line for line in report.problems())
+
+
+@quickly(100)
+@given(cases(), st.data())
+def test_a_single_byte_that_differs_is_found_by_the_audit(case: Any, data: Any) -> None:
+    model, layout, _, per_chunk = case
+    mesh, options = layout.mesh, PlanOptions(per_chunk)
+    cluster = Cluster(model(mesh), mesh, options, layout.order, blocks=2 * per_chunk)
+    layers = [la for group in cluster.groups for la in group.layers]
+    folded = [la for la in layers if la.placement.fragments[0].replicas > 1]
+    if not folded:
+        return
+    cluster.fill()
+    layer = data.draw(st.sampled_from(folded))
+    owners = data.draw(st.sampled_from(layer.placement.fragments)).owners
+    rank = data.draw(st.sampled_from(owners))
+    at = cluster.pages(rank)[layer.spec.name]
+    block = data.draw(st.sampled_from(cluster.table))
+    byte = data.draw(st.integers(0, at.page_bytes - 1))
+    at.memory[at.offset + block * at.block_stride + byte] ^= 0x10
+    (found,) = cluster.store(MemoryShelf(1 << 18)).suspects
+    assert found.layer == layer.spec.name
+    assert found.rank == (rank if len(owners) > 2 else owners[1])
+    assert {found.rank, *found.others} == set(owners)
 
 
 @quickly(60)
@@ -304,6 +335,16 @@ def test_storing_what_is_the_same_twice_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert any("the plan stores" in line for line in report.problems())
 
 
+def test_every_owner_writing_its_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are right then, and moved once for every replica."""
+    everyone = frozenset(range(2))
+    monkeypatch.setattr(GroupPlan, "writes", lambda group, rank, rotation: group.reads(rank))
+    monkeypatch.setattr(GroupPlan, "writers", lambda group, rotation: everyone)
+    report = tried()
+    assert not report.differences
+    assert report.problems() == ["2,560 bytes were stored, 1,792 are distinct"]
+
+
 def test_copies_that_lose_or_spill_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CpuCopier.to_pages
 
@@ -342,6 +383,22 @@ def test_a_chunk_without_room_or_writers_is_a_problem() -> None:
     report = check([GroupSpec.of(0, [latent()])], TP2, blocks=2, shelf=shelf)
     assert "1 chunks found no room in the store" in report.problems()
     assert "group 0: chunk 1 is not stored" in report.problems()
+
+
+def test_memory_gives_the_answers_of_a_store() -> None:
+    groups = [GroupSpec.of(0, [latent()])]
+    shelf, cluster = MemoryShelf(1 << 14), Cluster(groups, Mesh(tp=2), blocks=2)
+    cluster.fill()
+    assert [cluster.store(shelf).chunks for _ in "ab"] == [2, 0]  # the second time they exist
+    session = shelf.open("", 2, "", [Group(4096, 96, bytes(32), "")])
+    job, offsets, _ = session.ask(0, b"k" * 32, [0b11], [b"", b""])
+    assert offsets == [8192]
+    session.commit(job, 0, [0])
+    assert session.load(0, b"k" * 32, lambda *_: None) == "chunk 0 is not stored"
+    session.commit(job, 1, [0])
+    copied: list[tuple[int, int, int]] = []
+    assert session.load(0, b"k" * 32, lambda *where: copied.append(where)) is None
+    assert copied == [(0, 0, 8192), (1, 0, 8192)]
 
 
 # -- the oracle itself, against worked examples ----------------------------------------------------
