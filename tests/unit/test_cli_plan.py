@@ -184,6 +184,28 @@ def test_all_about_one_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "... and 24 more fragments (all with --json)" in out
 
 
+def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    arguments = ("glm-5.3", "--tp", "8", "--compare", "tp=4", "--plot", str(file))
+    assert run(capsys, *arguments)[0] == 0
+    assert file.read_text().startswith("<?xml")
+    for wrong in (tmp_path / "plan.nothing", tmp_path / "none" / "plan.png"):
+        status, _, err = run(capsys, "glm-5.3", "--plot", str(wrong))
+        assert status == EXIT_USAGE
+        assert "--plot=" in err
+        assert "a picture file such as plan.png" in err
+
+
+def test_a_picture_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, out, err = run(capsys, "glm-5.3", "--plot", "plan.png")
+    assert (status, out) == (EXIT_USAGE, "")
+    assert "pip install 'kvfold[plot]'" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -62,6 +62,10 @@ def plan(
         list[str] | None,
         typer.Option(metavar="LAYOUT", help="Another layout, such as tp=4,dcp=2; may be repeated."),
     ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw bytes by layer kind and capacity by layout."),
+    ] = None,
 ) -> None:
     """Show how each layer is placed and folded, what a token costs, and what the tiers hold.
 
@@ -81,8 +85,12 @@ def plan(
         return
     told: dict[str, Any] = report(found, {"host": host, "disk": disk}, sequence_tokens)
     lines = list(plan_text.report_lines(told))
+    rows = [comparison(found, config, other) for other in (layout, *others)]
+    if plot is not None:
+        from kvfold.cli.plan_plot import save
+
+        save(plot, told, rows)
     if others:
-        rows = [comparison(found, config, other) for other in (layout, *others)]
         told["comparison"] = rows
         lines += plan_text.comparison_lines(rows)
     _tell(told, lines, as_json)

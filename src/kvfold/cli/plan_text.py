@@ -45,7 +45,7 @@ def comparison_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         f"{'replicas':>10}  {'reads 1st':9}"
     )
     for row in rows:
-        label = _label(row["layout"])
+        label = layout_label(row["layout"])
         if "refused" in row:
             yield from _wrapped(f"{label:36}refused: {row['refused']}", " " * 36)
             continue
@@ -185,7 +185,7 @@ def _axes(layout: dict[str, Any]) -> str:
     return ", ".join(f"{axis} {layout[axis]}" for axis in ("tp", "dcp", "pcp", "pp"))
 
 
-def _label(layout: dict[str, Any]) -> str:
+def layout_label(layout: dict[str, Any]) -> str:
     """Return a layout's settings that are not the default."""
     parts = [f"tp={layout['tp']}"]
     parts += [f"{axis}={layout[axis]}" for axis in ("dcp", "pcp", "pp") if layout[axis] != 1]
