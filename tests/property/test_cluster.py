@@ -267,6 +267,17 @@ def test_the_unbroken_plan_passes() -> None:
         assert not report.reading.apart
 
 
+def test_layers_of_other_strides_are_not_copied_as_one() -> None:
+    """Equal pieces and counts, but more heads between them in the second layer's pages."""
+    layers = [attention(f"a{n}", num_kv_heads=n, max_tp_shards=n) for n in (2, 4, 4)]
+    for order in ("LBNHC", "BLNHC"):
+        written = Layout(Mesh(pcp=2, dcp=2), order)
+        report = check([GroupSpec.of(0, layers)], written, Layout(Mesh(tp=2)))
+        assert report.ok, report.problems()
+        assert report.reading is not None
+        assert not report.reading.apart
+
+
 def broken_runs(**change: Any) -> Any:
     def runs(*args: Any) -> list[Run]:
         found = fragment_runs(*args)
