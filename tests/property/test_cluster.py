@@ -269,7 +269,7 @@ def test_the_unbroken_plan_passes() -> None:
 
 def test_layers_of_other_strides_are_not_copied_as_one() -> None:
     """Equal pieces and counts, but more heads between them in the second layer's pages."""
-    layers = [attention(f"a{n}", num_kv_heads=n, max_tp_shards=n) for n in (2, 4, 4)]
+    layers = [attention(f"a{n}", num_kv_heads=n, max_tp_shards=n) for n in (2, 4, 6)]
     for order in ("LBNHC", "BLNHC"):
         written = Layout(Mesh(pcp=2, dcp=2), order)
         report = check([GroupSpec.of(0, layers)], written, Layout(Mesh(tp=2)))
