@@ -64,4 +64,5 @@ def _bars(axes: Any, names: Sequence[str], ours: Sequence[float], copies: Sequen
     axes.set_yticks(list(places), names)
     axes.invert_yaxis()
     axes.margins(x=0.18)
+    axes.locator_params(axis="x", nbins=5)
     axes.spines[["top", "right"]].set_visible(False)
