@@ -216,6 +216,7 @@ def test_a_picture_without_matplotlib(
         (("llama-3.1-8b", "--tp", "8", "--dcp", "3"), "dcp=3: expected a divisor of tp=8"),
         (("llama-3.1-8b", "--tp", "8", "--dcp", "2"), "dcp=2: expected at least 2 ranks per head"),
         (("llama-3.1-8b", "--pcp", "2", "--dcp", "4"), "dcp=4: expected 1, pcp=2"),
+        (("llama-3.1-8b", "--pcp", "1000000000"), "tp x pcp x pp=1000000000: expected at most"),
         (("llama-3.1-8b", "--dp", "0"), "dp=0: expected a whole number of at least 1"),
         (("llama-3.1-8b", "--pp", "64"), "pp=64: expected at most num_hidden_layers=32"),
         (("llama-3.1-8b", "--block-size", "0"), "block_size=0: expected a whole number"),

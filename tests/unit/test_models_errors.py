@@ -33,6 +33,7 @@ GEMMA_TYPES = load("gemma-4-31b").values["layer_types"]
         (changed("qwen3-8b", architectures=["Qwen4ForCausalLM"]), r"nearest: Qwen3ForCausalLM"),
         (changed("qwen3-8b", architectures=["Nothing"]), r"'Nothing': expected one of Bamba.*Qwen"),
         (changed("qwen3-8b", num_hidden_layers=None), r"qwen3-8b num_hidden_layers=None: .*number"),
+        (changed("qwen3-8b", num_hidden_layers=10**9), r"num_hidden_layers=1000000000: .*at most"),
         (changed("qwen3-8b", num_hidden_layers=True), r"num_hidden_layers=True"),
         (changed("qwen3-8b", num_key_value_heads="8"), r"num_key_value_heads='8'"),
         (changed("qwen3-8b", head_dim=0), r"head_dim=0"),

@@ -20,6 +20,7 @@ from kvfold.plan import GroupPlan, LayerPlan, OffloadPlan, PlanOptions, plan
 from kvfold.sizes import parse_bytes
 from kvfold.spec import FULL_ATTENTION, INDEXER, MLA
 
+MAX_RANKS = 16_384
 #: The disk tier's folder in the command line that is printed.
 DISK_PATH = "/var/cache/kvfold"
 _SERVED_KINDS = frozenset({FULL_ATTENTION, MLA, INDEXER})
@@ -56,6 +57,8 @@ class Planned:
 def planned(config: Config, layout: Layout) -> Planned:
     """Plan `config`'s model. Raises `ConfigError` or `PlanError` naming the field."""
     mesh = layout.mesh
+    if mesh.world_size > MAX_RANKS:
+        raise ConfigError("tp x pcp x pp", mesh.world_size, f"at most {MAX_RANKS} ranks")
     model = build(config, mesh, layout.kv_cache_dtype, layout.block_size)
     made = plan(model.groups, mesh, PlanOptions(layout.blocks_per_chunk))
     return Planned(layout, model, made, costs(made))

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from kvfold.errors import ConfigError
 
 MAX_CONFIG_BYTES = 16 << 20
+MAX_LAYERS = 10_000
 #: Bytes of one element of the dtypes a model may be stored or computed in.
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -91,7 +92,10 @@ class Config:
 
     @property
     def layers(self) -> int:
-        return self.count("num_hidden_layers")
+        layers = self.count("num_hidden_layers")
+        if layers > MAX_LAYERS:
+            self.refuse("num_hidden_layers", f"at most {MAX_LAYERS}")
+        return layers
 
     def head_dim(self) -> int:
         """Return `head_dim`, by default `hidden_size / num_attention_heads`."""
