@@ -269,7 +269,7 @@ def test_the_unbroken_plan_passes() -> None:
 
 def test_layers_of_other_strides_are_not_copied_as_one() -> None:
     """Equal pieces and counts, but more heads between them in the second layer's pages."""
-    layers = [attention(f"a{n}", num_kv_heads=n, max_tp_shards=n) for n in (2, 4, 6)]
+    layers = [attention(f"a{n}", num_kv_heads=n, max_tp_shards=n) for n in (1, 2, 4)]
     for order in ("LBNHC", "BLNHC"):
         written = Layout(Mesh(pcp=2, dcp=2), order)
         report = check([GroupSpec.of(0, layers)], written, Layout(Mesh(tp=2)))
@@ -320,6 +320,7 @@ def test_a_wrong_order_that_agrees_with_itself_is_seen_by_the_reader(
     assert report.stored.misplaced
     assert report.reading is not None
     assert report.reading.differences
+    assert report.problems()[-1].startswith("reading at tp 2 LBHNC: layer 'm1' rank 1: block 3 ")
 
 
 def test_folding_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,9 +392,10 @@ def test_bytes_in_padding_and_in_nobodys_pages_are_seen() -> None:
 
 def test_a_chunk_without_room_or_writers_is_a_problem() -> None:
     shelf = MemoryShelf(4096)
-    report = check([GroupSpec.of(0, [latent()])], TP2, blocks=2, shelf=shelf)
+    report = check([GroupSpec.of(0, [latent()])], TP2, Layout(Mesh()), blocks=2, shelf=shelf)
     assert "1 chunks found no room in the store" in report.problems()
     assert "group 0: chunk 1 is not stored" in report.problems()
+    assert "reading at tp 1 LBHNC: group 0: chunk 1 is not stored" in report.problems()
 
 
 def test_memory_gives_the_answers_of_a_store() -> None:

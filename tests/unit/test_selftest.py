@@ -18,6 +18,7 @@ from kvfold.mesh import Mesh
 from kvfold.models import build, load
 from kvfold.placement import fragment_runs
 from kvfold.spec import GroupSpec
+from kvfold.testing.cluster import Cluster
 from kvfold.testing.cluster_check import Layout, check
 from kvfold.testing.cluster_store import store_shelf
 
@@ -57,6 +58,19 @@ def test_a_real_store_refuses_false_replicas_and_streams_what_is_true(no_leaks: 
     with store_shelf(1 << 22) as shelf:
         good = check(groups, Layout(Mesh(tp=2)), shelf=shelf)
         assert good.ok, good.problems()
+
+
+def test_what_a_real_store_does_not_have_is_told(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfold.testing.cluster_store.PUBLISH_S", 0.1)
+    cluster = Cluster(build(load(LITE), Mesh()).groups, Mesh())
+    with store_shelf(1 << 22) as shelf:
+        assert cluster.load(shelf).failures == ("group 0: chunk 0 is not stored",)
+        cluster.fill()
+        assert cluster.store(shelf).chunks == 2
+        assert cluster.load(shelf).failures == ()
+        assert not cluster.differences()
 
 
 def test_a_broken_layer_is_named_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +121,16 @@ def test_states_that_belong_to_their_layout_are_told_and_not_read(
     assert "group 0 belongs to its layout, not read at tp 8 pp 2 LBHNC: opaque.topology.pp" in out
 
 
+def test_a_second_layout_that_can_read_nothing_is_a_failure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows_apart = ("glm-5.3", "--in-memory", "--tp", "4", "--kv-cache-dtype", "fp8_ds_mla")
+    status, out, _ = run(capsys, *rows_apart, "--dcp", "2", "--read-dcp", "4")
+    assert status == 1
+    assert "FAILED: nothing of this model can be read at tp 4 dcp 4 LBHNC" in out
+    assert "group 0 belongs to its layout" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -124,6 +148,10 @@ def test_states_that_belong_to_their_layout_are_told_and_not_read(
         (
             [LITE, "--block-size", "24", "--read-tp", "16", "--read-dcp", "16"],
             "--read-dcp=16: expected a divisor of 24, the tokens that a block of dcp=1 spans",
+        ),
+        (
+            ["qwen3-next-80b-a3b", "--tp", "4", "--read-dcp", "2"],
+            "expected a size whose pages fit at both layouts",
         ),
         ([LITE, "--tp", "2", "--break", "99"], "--break='99': expected the number or name"),
         ([LITE, "--break", "3"], "--break='3': expected a layer that is folded"),

@@ -29,6 +29,7 @@ Copy = Callable[[int, int, int], None]
 
 KEY_BYTES = 32
 ANSWER_S = 60.0
+PUBLISH_S = 5.0
 _ROOM_BYTES = 64 << 20
 """Beside the chunks themselves: extents of each slot size, and the reserve."""
 
@@ -265,7 +266,7 @@ class _StoreSession:
 
     def _unpublished(self, keys: bytes) -> str | None:
         """Wait a moment for commits under way; say which chunk is not there."""
-        until_s = time.monotonic() + 5.0
+        until_s = time.monotonic() + PUBLISH_S
         while True:
             tiers = self._scheduler.lookup(keys, ANSWER_S)
             if (at := tiers.find(0)) < 0:
