@@ -26,7 +26,7 @@ kvfold selftest deepseek-v3.2-exp --tp 8 --dcp 4
 
 kvfold selftest llama-3.1-70b --tp 8 --read-tp 4 --read-pp 2 --read-layout BLHNC
 
-kvfold selftest deepseek-v2-lite --tp 2 --break 3     (must fail: layer 3 is no replica)
+kvfold selftest deepseek-v2-lite --tp 2 --break 3  # must fail
 
 kvfold selftest ~/models/my-model --tp 4 --json | jq .problems
 """
