@@ -168,24 +168,32 @@ class Killer:
     """Draws moments within phases and kills in them."""
 
     def __init__(self, store: Store, seed: int) -> None:
+        print(f"moments are drawn with seed {seed}")
         self.store, self.tally, self.random = store, Tally(), random.Random(seed)
         self._length_s: dict[Phase, float] = {}
 
-    def measure(self, engine: User, ids: Batch) -> None:
-        """See how long storing and loading a batch takes; nobody has asked for it before."""
-        phases: tuple[Phase, ...] = ("storing", "loading")
-        for phase in phases:
-            first, begun_s = self._begin(engine, ids, phase)
-            seen, last_s = first, begun_s
-            # Chunks that find no room are not stored: then nothing happens any more.
-            while seen - first < ALL_CHUNKS and time.monotonic() - last_s < 2:
-                status = self.store.status()
-                assert status is not None
-                if (chunks := progress(status, phase)[0]) > seen:
-                    seen, last_s = chunks, time.monotonic()
-            self._length_s[phase] = last_s - begun_s
-            engine.finish()
+    def measure(self, engine: User, batches: Sequence[Batch]) -> None:
+        """See how long storing and loading a batch takes; nobody has asked for these before."""
+        self._length_s.clear()
+        for ids in batches:
+            self._measure(engine, ids, "storing")
             engine.fill(ids)
+            self._measure(engine, ids, "loading")
+
+    def _measure(self, engine: User, ids: Batch, phase: Phase) -> None:
+        first, begun_s = self._begin(engine, ids, phase)
+        seen, last_s = (first, 1), begun_s
+        # Chunks that find no room are not stored: then nothing happens any more.
+        while time.monotonic() - last_s < 2:
+            status = self.store.status()
+            assert status is not None
+            if (now := progress(status, phase)) != seen:
+                seen, last_s = now, time.monotonic()
+            if seen[0] - first >= ALL_CHUNKS and not seen[1]:
+                break
+        before_s = self._length_s.get(phase, SLOW_S)
+        self._length_s[phase] = min(before_s, last_s - begun_s)
+        engine.finish()
 
     def kill(
         self, engine: User, ids: Batch, phase: Phase, strike: Callable[[Status], None]
@@ -201,6 +209,10 @@ class Killer:
         inside = running > 0 or chunks - first < ALL_CHUNKS
         self.tally.kills += 1
         self.tally.inside += inside
+        print(
+            f"kill {self.tally.kills}, {moment_s - begun_s:.3f} s after {phase} began: "
+            f"{chunks - first} of {ALL_CHUNKS} chunks done, {running} tickets or jobs open"
+        )
         if not inside:  # the machine is faster than when we measured
             self._length_s[phase] *= 0.7
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ from killing import (
 )
 
 from kvfold.testing.checkpoints import llama
-from kvfold.testing.engines import Engine, EngineFailed
+from kvfold.testing.engines import Engine
 
 KILLS = int(os.environ.get("KVFOLD_KILLS", "10"))
 SEED = int(os.environ.get("KVFOLD_SEED", "1"))
-BATCHES = [batch(number) for number in range(2 + KILLS // 2)]
-"""The first is for measuring; every other is for a kill while it is stored, and one while loaded."""
+BATCHES = [batch(number) for number in range(2 + (KILLS + 1) // 2)]
+"""Two for measuring; any other for a kill while it is stored, and one while it is loaded."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -93,6 +94,25 @@ def start(folder: Path, settings: dict[str, Any], log: Path, env: Any = (), tp: 
     )
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a test of engines that follow one another is given."""
+
+    model: Callable[[int], tuple[Path, list[Any]]]
+    settings: dict[str, Any]
+    store: Store
+    log: Path
+
+    @property
+    def digests(self) -> Path:
+        return Path(self.settings["digest_dir"])
+
+
+@pytest.fixture
+def given(model, settings, store, engine_log) -> Given:
+    return Given(model, settings, store, engine_log)
+
+
 def phase_of(number: int) -> Phase:
     return "loading" if number % 2 else "storing"
 
@@ -114,7 +134,6 @@ def test_a_killed_store_costs_only_hits(private, model, settings, store, engine_
         settings = {k: v for k, v in settings.items() if not k.startswith("disk")}
         settings |= {"private": True, "host": "256MiB"}
     killer = Killer(store, SEED)
-    print(f"seed {SEED}")
 
     def strike(status: Status) -> None:
         os.kill(status["pid"], signal.SIGKILL)
@@ -122,9 +141,9 @@ def test_a_killed_store_costs_only_hits(private, model, settings, store, engine_
 
     with start(folder, settings, engine_log, PROCESSES) as running:
         engine = User(running, store, clients=2)
-        killer.measure(engine, BATCHES[0])
+        killer.measure(engine, BATCHES[:2])
         for number in range(KILLS):
-            phase, ids, answer = phase_of(number), BATCHES[1 + number // 2], right[1 + number // 2]
+            phase, ids, answer = phase_of(number), BATCHES[2 + number // 2], right[2 + number // 2]
             if phase == "loading":
                 engine.fill(ids)
             killer.kill(engine, ids, phase, strike)
@@ -147,4 +166,87 @@ def test_a_killed_store_costs_only_hits(private, model, settings, store, engine_
     print(killer.tally, check_bytes(Path(settings["digest_dir"])), sep="\n")
 
 
-# ---------------------------------------------------------------- engines
+# ---------------------------------------------------------------- engines and workers
+
+Strike = Callable[[Engine, Status], None]
+
+
+def relay(
+    heads: int,
+    tp: int,
+    kills: range,
+    killer: Killer,
+    victims: Callable[[int], tuple[dict[str, str], Strike]],
+    given: Given,
+) -> None:
+    """Engines follow one another on one store; each finds what the last left, and is killed.
+
+    `victims(n)` tells the n-th engine's environment and how to kill it.
+    """
+    folder, right = given.model(heads)
+    for number in (*kills, None):
+        env, strike = ({}, kill_all) if number is None else victims(number)
+        with start(folder, given.settings, given.log, env, tp) as running:
+            clients = tp + 1
+            engine = User(running, given.store, clients)
+            if number == kills[0]:
+                killer.measure(engine, BATCHES[:2])
+            else:
+                last = kills[-1] if number is None else number - 1
+                tokens, hits = engine.ask(BATCHES[2 + last // 2])
+                assert tokens == right[2 + last // 2]
+                assert hits == ALL_CHUNKS or phase_of(last) == "storing"
+                killer.tally.hits.append(hits)
+            if number is None:
+                given.store.settled(clients, "something is still held")
+                break
+            phase, ids = phase_of(number), BATCHES[2 + number // 2]
+            if phase == "loading":
+                engine.fill(ids)
+            given.store.settled(clients, "something is still held")
+            with engines_own_memory_removed(running.pid):
+                killer.kill(engine, ids, phase, partial(strike, running))
+                # What is left of the engine ends by itself.
+                given.store.settled(0, f"kill {number}: something is held for the dead")
+                running.kill()
+
+
+def kill_all(engine: Engine, status: Status) -> None:
+    os.killpg(engine.pid, signal.SIGKILL)
+
+
+def kill_core(engine: Engine, status: Status) -> None:
+    """Only the process of the scheduler; its worker and its user live on for a while."""
+    (core,) = pids(status, "scheduler")
+    (worker,) = pids(status, "worker")
+    assert len({engine.pid, core, worker}) == 3
+    os.kill(core, signal.SIGKILL)
+
+
+def test_a_killed_engine_s_store_serves_the_next(given):
+    """Two of the whole engine, two of its scheduler alone, and so on."""
+    killer = Killer(given.store, SEED)
+
+    def victims(number: int) -> tuple[dict[str, str], Strike]:
+        return (PROCESSES, kill_core) if number // 2 % 2 else ({}, kill_all)
+
+    relay(2, 1, range(KILLS), killer, victims, given)
+    given.store.stop()
+    print(killer.tally, check_bytes(given.digests), sep="\n")
+
+
+def test_a_killed_worker_s_store_serves_the_next_engine(given):
+    """Of two ranks that hold the same cache, each of which writes a part of every chunk, one dies;
+    then of two that hold one KV head each.
+    """
+    killer = Killer(given.store, SEED)
+
+    def kill_worker(engine: Engine, status: Status) -> None:
+        os.kill(killer.random.choice(pids(status, "worker")), signal.SIGKILL)
+
+    half = KILLS // 4 * 2
+    for heads, kills in ((1, range(half)), (2, range(half, KILLS))):
+        if kills:
+            relay(heads, 2, kills, killer, lambda number: ({}, kill_worker), given)
+    given.store.stop()
+    print(killer.tally, check_bytes(given.digests), sep="\n")
