@@ -1,4 +1,4 @@
-"""A virtual cluster: every rank of a mesh, in one process, holding real paged memory.
+"""A virtual cluster: the ranks of a mesh, in one process, holding real paged memory.
 
 Ranks are filled from one logical cache by the rules of `cluster_truth`, store and load through the
 real plan and copies, and are compared byte by byte: their pages, and all that must stay untouched
@@ -14,11 +14,8 @@ real plan and copies, and are compared byte by byte: their pages, and all that m
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,11 +25,10 @@ from kvfold import identity
 from kvfold.copy.cpu import Bytes, CpuCopier, LayerPages
 from kvfold.errors import ConfigError
 from kvfold.mesh import Mesh
-from kvfold.plan import GroupPlan, OffloadPlan, PlanOptions, plan
+from kvfold.plan import OffloadPlan, PlanOptions, plan
 from kvfold.spec import Encoding, GroupSpec, LayerSpec
-from kvfold.store.client import NO_ROOM, REFUSED, Group
-from kvfold.store.messages import NO_FRAGMENT
-from kvfold.testing.cluster_store import Session, Shelf
+from kvfold.testing.cluster_copy import Joined, Loaded, Stored
+from kvfold.testing.cluster_store import Shelf
 from kvfold.testing.cluster_truth import Seat, Truth, seats
 
 #: The engine's layout names: is a block outermost, and the order inside a page.
@@ -56,44 +52,6 @@ class Difference(NamedTuple):
     byte: int
 
 
-class Suspect(NamedTuple):
-    """A rank whose bytes differ from those of the ranks that are said to hold the same."""
-
-    layer: str
-    rank: int
-    others: tuple[int, ...]
-
-
-class Misplaced(NamedTuple):
-    """A layer whose bytes in the slot of a chunk are not what the format says."""
-
-    layer: str
-    chunk: int
-
-
-@dataclass
-class Stored:
-    """What one `store` did: bytes copied into slots, time in copies, and what was refused."""
-
-    chunks: int = 0
-    nbytes: int = 0
-    copy_s: float = 0.0
-    no_room: int = 0
-    refused: int = 0
-    suspects: tuple[Suspect, ...] = ()
-    misplaced: tuple[Misplaced, ...] = ()
-
-
-@dataclass
-class Loaded:
-    """What one `load` did; `failures` say which group could not be had and why."""
-
-    chunks: int = 0
-    nbytes: int = 0
-    copy_s: float = 0.0
-    failures: tuple[str, ...] = ()
-
-
 def in_layout(groups: Sequence[GroupSpec], layout: str) -> tuple[GroupSpec, ...]:
     """Return `groups` with the order inside pages that `layout` names, where it is understood.
 
@@ -115,8 +73,9 @@ class Cluster:
 
     `seed` names the logical cache: clusters of the same seed hold the same bytes wherever their
     layouts can read each other's. Layers in `unlike` are filled differently on every rank, as if
-    their `max_tp_shards` were wrong. Raises `ConfigError` for a layout, a number of blocks or a
-    layer that does not exist, `PlanError` for what cannot be planned.
+    their `max_tp_shards` were wrong. Only `ranks` (default: all) have memory here. Raises
+    `ConfigError` for a layout, a number of blocks or a layer that does not exist, `PlanError` for
+    what cannot be planned.
     """
 
     def __init__(
@@ -128,6 +87,7 @@ class Cluster:
         blocks: int = 2,
         seed: int = 0,
         unlike: Collection[str] = (),
+        ranks: Collection[int] | None = None,
     ) -> None:
         self.plan: OffloadPlan = plan(in_layout(groups, layout), mesh, options)
         self.mesh, self.layout, self.blocks, self.seed = mesh, layout, blocks, seed
@@ -139,11 +99,11 @@ class Cluster:
         if strange := sorted(set(unlike) - known):
             raise ConfigError("layer", strange[0], f"one of {', '.join(sorted(known)[:4])}, ...")
         self.truth = Truth(mesh, blocks, seed, unlike)
-        self.seats = tuple(seats(mesh))
+        self.seats = tuple(s for s in seats(mesh) if ranks is None or s.rank in ranks)
         # Block ids are scattered, and the first and the last page belong to nobody.
         scatter = np.random.default_rng(seed).permutation(blocks) + 1
         self.table: list[int] = scatter.tolist()
-        self._pages = [self._allocate(seat) for seat in self.seats]
+        self._pages = {seat.rank: self._allocate(seat) for seat in self.seats}
         self._filler = FILLER
 
     def identities(self) -> list[dict[str, Any]]:
@@ -192,7 +152,7 @@ class Cluster:
 
     def _overwrite(self, filler: int) -> None:
         self._filler = filler
-        for pages in self._pages:
+        for pages in self._pages.values():
             for memory in {id(p.memory): p.memory for p in pages.values()}.values():
                 memory[:] = filler
 
@@ -234,19 +194,19 @@ class Cluster:
 
     def store(self, shelf: Shelf) -> Stored:
         """Audit, and store every chunk that the shelf takes, through the plan and its copies."""
-        with _Joined(self, shelf) as joined:
+        with Joined(self, shelf) as joined:
             return joined.store()
 
     def load(self, shelf: Shelf, only: Collection[int] | None = None) -> Loaded:
         """Fill every rank's pages from the shelf's chunks (of the groups `only`, by position)."""
-        with _Joined(self, shelf) as joined:
+        with Joined(self, shelf) as joined:
             return joined.load(range(len(self.groups)) if only is None else only)
 
     def audit(self, number: int, blocks: Sequence[Sequence[int]]) -> list[dict[int, int]]:
-        """Return per rank a checksum of every fragment of group `number` that others hold too."""
+        """Return per rank here a checksum of each fragment of a group that others hold too."""
         group, found = self.groups[number], []
         slot = np.empty(group.slot_bytes, np.uint8)
-        for rank, pages in enumerate(self._pages):
+        for rank, pages in self._pages.items():
             copier, checksums = CpuCopier(pages, slot), {}
             for owned in group.audited(rank):
                 sweeps, state = copier.compile(owned.runs, group.slot_bytes), xxhash.xxh3_64()
@@ -264,136 +224,3 @@ class Cluster:
         """Return the block ids of every chunk, in the order of the logical cache."""
         step = self.plan.options.blocks_per_chunk
         return [self.table[at : at + step] for at in range(0, self.blocks, step)]
-
-
-def suspects(group: GroupPlan, checksums: Sequence[dict[int, int]]) -> Iterator[Suspect]:
-    """Yield the owners that differ from most of a fragment's owners, by `Cluster.audit`.
-
-    Where no content has a majority, the first owner's is taken for right.
-    """
-    for number, fragment in enumerate(group.fragments):
-        if fragment.replicas > 1:
-            seen = {rank: checksums[rank][number] for rank in fragment.owners}
-            right = Counter(seen.values()).most_common(1)[0][0]
-            others = tuple(rank for rank, value in seen.items() if value == right)
-            for rank, value in seen.items():
-                if value != right:
-                    yield Suspect(fragment.layer, rank, others)
-
-
-class _Joined:
-    """A cluster with a session on a shelf, and its runs compiled for that shelf's memory."""
-
-    def __init__(self, cluster: Cluster, shelf: Shelf) -> None:
-        self.cluster, self.groups, world = cluster, cluster.groups, cluster.mesh.world_size
-        told = [identity.identity(fields) for fields in cluster.identities()]
-        self._spaces = [identity.namespace(one.digest, i) for i, one in enumerate(told)]
-        groups = [
-            Group(group.slot_bytes, group.chunk_bytes, space, "")
-            for group, space in zip(self.groups, self._spaces, strict=True)
-        ]
-        print_ = cluster.plan.fingerprint
-        engine = hashlib.sha256(f"{print_} {cluster.layout}".encode()).hexdigest()[:16]
-        self.session: Session = shelf.open(engine, world, print_, groups)
-        self._ranks = range(world)
-        self.copiers = [
-            CpuCopier(cluster.pages(rank), self.session.arena(rank)) for rank in self._ranks
-        ]
-
-    def __enter__(self) -> _Joined:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.copiers = []
-        self.session.close()
-
-    def keys(self, number: int) -> bytes:
-        count = len(self.cluster.chunks())
-        told = (f"seed {self.cluster.seed} chunk {i}".encode() for i in range(count))
-        hashes = b"".join(hashlib.sha256(text).digest() for text in told)
-        return identity.chunk_keys(self._spaces[number], hashes, 32)
-
-    def store(self) -> Stored:
-        done, blocks = Stored(), self.cluster.chunks()
-        for number, group in enumerate(self.groups):
-            keys = self.keys(number)
-            rotations = [key % group.rotations for key in keys[::32]]
-            masks = [sum(1 << r for r in group.writers(i)) for i in range(group.rotations)]
-            checksums = self.cluster.audit(number, blocks)
-            done.suspects += tuple(suspects(group, checksums))
-            writers = [masks[rotation] for rotation in rotations]
-            job, offsets, _ = self.session.ask(number, keys, writers, [*map(_records, checksums)])
-            done.no_room += offsets.count(NO_ROOM)
-            done.refused += offsets.count(REFUSED)
-            written = [self._write(done, group, rank, keys, offsets) for rank in self._ranks]
-            done.misplaced += tuple(self._misplaced(group, offsets))
-            for rank, granted in enumerate(written):
-                self.session.commit(job, rank, granted)
-            done.chunks += sum(o < REFUSED for o in offsets)
-        return done
-
-    def _write(
-        self, done: Stored, group: GroupPlan, rank: int, keys: bytes, offsets: list[int]
-    ) -> list[int]:
-        """Copy this rank's part of every granted chunk; return the chunks that have one."""
-        rotations = [key % group.rotations for key in keys[::32]]
-        granted = [
-            i
-            for i, offset in enumerate(offsets)
-            if offset < REFUSED and rank in group.writers(rotations[i])
-        ]
-        copier, blocks = self.copiers[rank], self.cluster.chunks()
-        sweeps = {
-            rotation: copier.compile(group.writes(rank, rotation), group.slot_bytes)
-            for rotation in {rotations[i] for i in granted}
-        }
-        started_s = time.perf_counter()
-        for i in granted:
-            done.nbytes += CpuCopier.to_slot(sweeps[rotations[i]], blocks[i], offsets[i])
-        done.copy_s += time.perf_counter() - started_s
-        return granted
-
-    def _misplaced(self, group: GroupPlan, offsets: list[int]) -> Iterator[Misplaced]:
-        """Compare slots, before they are published, with the format: layer, block, head, state."""
-        memory = np.frombuffer(self.session.arena(0), np.uint8)
-        step, before = group.blocks_per_chunk, 0
-        for layer in group.layers:
-            content = self.cluster.truth.slots(layer.spec, layer.placement.stage)
-            if content is None:
-                before += layer.block_bytes * step
-                continue
-            nbytes = content.shape[1] * step
-            for i, offset in enumerate(offsets):
-                slot = memory[offset + before :][:nbytes] if offset < REFUSED else None
-                if slot is not None and not np.array_equal(
-                    slot, content[i * step : (i + 1) * step].reshape(-1)
-                ):
-                    yield Misplaced(layer.spec.name, i)
-            before += nbytes
-
-    def load(self, chosen: Collection[int]) -> Loaded:
-        done, blocks = Loaded(), self.cluster.chunks()
-        for number in chosen:
-            group = self.groups[number]
-            sweeps = [
-                copier.compile(group.reads(rank), group.slot_bytes)
-                for rank, copier in enumerate(self.copiers)
-            ]
-
-            def copy(rank: int, index: int, offset: int, sweeps: Any = sweeps) -> None:
-                started_s = time.perf_counter()
-                done.nbytes += CpuCopier.to_pages(sweeps[rank], blocks[index], offset)
-                done.copy_s += time.perf_counter() - started_s
-
-            failure = self.session.load(number, self.keys(number), copy)
-            if failure is None:
-                done.chunks += len(blocks)
-            else:
-                done.failures += (f"{group.name}: {failure}",)
-        return done
-
-
-def _records(checksums: dict[int, int]) -> bytes:
-    """Return a rank's audit as the store takes it; a rank that shares nothing says so."""
-    records = list(checksums.items()) or [(NO_FRAGMENT, 0)]
-    return b"".join(i.to_bytes(4, "little") + v.to_bytes(8, "little") for i, v in records)

@@ -18,7 +18,8 @@ from kvfold.identity import first_difference
 from kvfold.mesh import Mesh
 from kvfold.plan import LayerPlan, PlanOptions
 from kvfold.spec import HEAD_KINDS, GroupSpec, LayerSpec
-from kvfold.testing.cluster import Cluster, Difference, Loaded, Stored
+from kvfold.testing.cluster import Cluster, Difference
+from kvfold.testing.cluster_copy import Loaded, Stored
 from kvfold.testing.cluster_store import MemoryShelf, Shelf, store_shelf
 
 Groups = Sequence[GroupSpec] | Callable[[Mesh], Sequence[GroupSpec]]
