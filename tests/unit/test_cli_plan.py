@@ -57,7 +57,13 @@ def test_layers_that_do_not_fold_say_why(capsys: pytest.CaptureFixture[str]) -> 
     assert states["kinds"][0]["folded"] is False
     assert "states split over tp=8" in states["kinds"][0]["reason"]
     assert attention["kinds"][0]["replicas"] == 8
-    assert report["engine_slot_bytes"] is None
+    # Three groups of 23 states and one of 24 latents, all in pages of 768 latents.
+    page_bytes = 768 * 1152
+    assert report["engine_groups"] == 4
+    assert report["engine_slot_bytes"] == {
+        "single": 24 * page_bytes,
+        "copies": 8 * 24 * page_bytes,
+    }
     assert report["per_sequence"]["state_bytes"] == 69 * 6_512_640
     [disk] = report["tiers"]
     sequence = 32_768 * attention["slot_bytes"] // attention["tokens_per_chunk"]

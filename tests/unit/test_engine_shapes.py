@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +19,22 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvfold.errors import ConfigError
+from kvfold.errors import ConfigError, PlanError
+from kvfold.grouping import block_bytes, engine_groups
 from kvfold.mesh import Mesh
 from kvfold.models import Model, build, load, shipped
 from kvfold.placement import kv_cache_groups_tp_replicas, tokens_per_block
-from kvfold.spec import STATE_KINDS, LayerSpec
+from kvfold.spec import STATE_KINDS, GroupSpec, LayerSpec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 HYBRID = {
@@ -123,14 +129,19 @@ def engine_spec(model: Model, layer: LayerSpec) -> KVCacheSpec:
     elements = layer.head_bytes // dtype.itemsize
     fields |= {"num_kv_heads": layer.num_kv_heads, "dtype": dtype, "head_size": elements}
     if layer.kind == "circular_buffer":
-        return CircularBufferSpec(head_size_v=0, **fields)
-    fields["max_tp_shards"] = layer.max_tp_shards
+        return CircularBufferSpec(head_size_v=0, dcp_sharded=layer.dcp_sharded, **fields)
+    fields |= {"max_tp_shards": layer.max_tp_shards, "dcp_sharded": layer.dcp_sharded}
+    if layer.kind == "hidden_state":
+        return HiddenStateCacheSpec(**fields)
     if layer.kind in ("mla", "indexer", "sliding_window_mla"):
         if model.architecture.startswith("DeepseekV4"):
             packed = model.kv_cache_dtype != "auto"
             fields |= {"alignment": 576 if packed else 512, "model_version": "deepseek_v4"}
         if layer.kind == "sliding_window_mla":
-            return SlidingWindowMLASpec(sliding_window=layer.window, head_size_v=0, **fields)
+            replayed = model.architecture.startswith("DeepseekV41")
+            return SlidingWindowMLASpec(
+                sliding_window=layer.window, head_size_v=0, bounded_replay=replayed, **fields
+            )
         return MLAAttentionSpec(tokens_per_state=layer.tokens_per_state, **fields)
     fields["head_size"] = elements // 2
     if layer.kind == "sliding_window":
@@ -138,31 +149,160 @@ def engine_spec(model: Model, layer: LayerSpec) -> KVCacheSpec:
     return FullAttentionSpec(**fields)
 
 
+LAYOUTS = pytest.mark.parametrize(
+    ("dtype", "tp", "dcp"), [("auto", 1, 1), ("auto", 8, 1), ("fp8", 4, 2)]
+)
+
+
 @pytest.mark.parametrize("name", shipped())
-@pytest.mark.parametrize(("dtype", "tp", "dcp"), [("auto", 1, 1), ("auto", 8, 1), ("fp8", 4, 2)])
+@LAYOUTS
 def test_pages_spans_and_replicas_are_the_engines(name: str, dtype: str, tp: int, dcp: int) -> None:
-    try:
-        model = build(load(name), Mesh(tp=tp, dcp=dcp), dtype)
-    except ConfigError:
-        pytest.skip("the engine does not run this model at this layout")
-    groups = []
-    for ours, layers in zip(model.groups, model.engine_view(), strict=True):
-        specs = {layer.name: engine_spec(model, layer) for layer in layers}
-        for layer in layers:
-            spec = specs[layer.name]
-            assert spec.page_size_bytes == layer.engine_page_bytes, layer.name
-            if ours.prefix_cacheable:  # no span is asked of the others
-                span = kv_cache_utils.resolve_dcp_kv_block_size(spec, dcp)
-                assert span == tokens_per_block(layer, dcp), layer.name
-        if ours.prefix_cacheable:
-            whole = UniformTypeKVCacheSpecs(
-                block_size=layers[0].block_size,
-                kv_cache_specs=specs,
-                dcp_sharded=layers[0].dcp_sharded,
-            )
-            assert whole.prefix_cacheable
-            groups.append(KVCacheGroupSpec(list(specs), whole))
-    view = [x for g, x in zip(model.groups, model.engine_view(), strict=True) if g.prefix_cacheable]
+    model = built(name, Mesh(tp=tp, dcp=dcp), dtype)
+    for layer in model.layers:
+        spec = engine_spec(model, layer)
+        assert spec.page_size_bytes == layer.engine_page_bytes, layer.name
+        span = kv_cache_utils.resolve_dcp_kv_block_size(spec, dcp)
+        assert span == tokens_per_block(layer, dcp), layer.name
+    view = model.engine_view()
+    specs = {x.name: engine_spec(model, x) for g in view for x in g.layers}
+    groups = [KVCacheGroupSpec([x.name], specs[x.name]) for group in view for x in group.layers]
     for size in (1, dcp):
         expected = kv_cache_utils.kv_cache_groups_tp_replicas(groups, tp, size)
         assert kv_cache_groups_tp_replicas(view, tp, size) == expected
+
+
+def built(name: str, mesh: Mesh, dtype: str = "auto") -> Model:
+    try:
+        return build(load(name), mesh, dtype)
+    except ConfigError:
+        pytest.skip("the engine does not run this model at this layout")
+
+
+def engine_config(layout: KVCacheLayout, hybrid_manager: bool = True) -> Any:
+    """As much of a VllmConfig as grouping asks for."""
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not hybrid_manager),
+        cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout),
+        speculative_config=None,
+    )
+
+
+Told = list[tuple[list[str], list[int], list[int], bool]]
+
+
+def engines_groups(
+    specs: dict[str, KVCacheSpec], layout: KVCacheLayout, hybrid_manager: bool = True
+) -> tuple[Told, int] | None:
+    """Names, block sizes and pages of the engine's groups, and a block's bytes; None: refused."""
+    config = engine_config(layout, hybrid_manager)
+    try:
+        groups = kv_cache_utils.get_kv_cache_groups(config, dict(specs))
+    except (NotImplementedError, ValueError, AssertionError, StopIteration):
+        return None
+    told: Told = []
+    for group in groups:
+        names = sorted(group.layer_names)
+        one = [kv_cache_utils._get_per_layer_spec(group, name) for name in names]
+        blocks, pages = [x.block_size for x in one], [x.page_size_bytes for x in one]
+        told.append((names, blocks, pages, group.kv_cache_spec.prefix_cacheable))
+    return told, kv_cache_utils._get_kv_cache_bytes_per_block(groups, layout)
+
+
+def our_groups(groups: Sequence[GroupSpec]) -> tuple[Told, int]:
+    told: Told = []
+    for group in groups:
+        layers = sorted(group.layers, key=lambda layer: layer.name)
+        blocks, pages = [x.block_size for x in layers], [x.engine_page_bytes for x in layers]
+        told.append(([x.name for x in layers], blocks, pages, group.prefix_cacheable))
+    return told, block_bytes(groups)
+
+
+@pytest.mark.parametrize("name", shipped())
+@LAYOUTS
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.BLNHC])
+def test_groups_of_models_are_the_engines(
+    name: str, dtype: str, tp: int, dcp: int, layout: KVCacheLayout
+) -> None:
+    model = built(name, Mesh(tp=tp, dcp=dcp), dtype)
+    flat = sorted(model.layers, key=lambda layer: int(layer.name.split(".")[2]))
+    declared = model.engine_declares
+    specs = {
+        x.name: engine_spec(model, x if x.name in declared else replace(x, max_tp_shards=None))
+        for x in flat
+    }
+    expected = engines_groups(specs, layout)
+    try:
+        found = our_groups(model.engine_view(layout.is_block_outermost))
+    except PlanError:
+        assert expected is None
+        return
+    assert found == expected
+
+
+KINDS = ("full_attention", "full_attention", "sliding_window", "mla", "kda", "ring", "hidden_state")
+
+
+def plain_layer(draw: Random, name: str, windows: Sequence[int]) -> LayerSpec:
+    """A layer of few shapes, so that pages are often equal, or divide each other."""
+    kind = draw.choice(KINDS)
+    block = draw.choice((16, 16, 32))
+    fields: dict[str, Any] = {"name": name, "kind": kind, "block_size": block, "num_kv_heads": 1}
+    fields["head_bytes"] = draw.choice((64, 128, 192))
+    fields["dtype"] = draw.choice(("bfloat16", "float32"))
+    fields["dcp_sharded"] = draw.random() < 0.9
+    if kind in ("full_attention", "sliding_window"):
+        fields["num_kv_heads"] = draw.choice((1, 2))
+    if kind == "sliding_window":
+        fields["window"] = draw.choice(windows)
+    if kind == "hidden_state":
+        fields["head_bytes"] = draw.choice((512, 8192))
+    if kind == "kda":
+        page = draw.choice((1024, 1500, 4096))
+        state = {"tokens_per_state": block, "encoding": "opaque", "dcp_sharded": False}
+        pages = {"head_bytes": page, "engine_page_bytes": max(page, 2048)}
+        fields |= state | pages | {"dtype": "bfloat16"}
+    if kind == "ring":
+        fields |= {"kind": "circular_buffer", "dcp_sharded": False}
+    return LayerSpec(**fields)
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.BLNHC])
+@pytest.mark.parametrize("hybrid_manager", [True, False])
+def test_groups_of_random_layers_are_the_engines(
+    layout: KVCacheLayout, hybrid_manager: bool
+) -> None:
+    model = build(load("llama-3.1-8b"), Mesh())
+    # Promoted windows keep their size in the engine's spec, which only tells layers apart there.
+    windows = (64, 128) if hybrid_manager else (64,)
+    refused = several = 0
+    for seed in range(400):
+        draw = Random(seed)
+        shapes = [plain_layer(draw, "s", windows) for _ in range(draw.choice((1, 2, 2, 3, 4)))]
+        layers = [
+            replace(draw.choice(shapes), name=f"layers.{i}") for i in range(draw.randint(1, 24))
+        ]
+        specs = {x.name: engine_spec(model, x) for x in layers}
+        expected = engines_groups(specs, layout, hybrid_manager)
+        try:
+            found = our_groups(
+                engine_groups(
+                    layers,
+                    outside={x.name for x in layers if x.kind == "circular_buffer"},
+                    block_outermost=layout.is_block_outermost,
+                    hybrid_manager=hybrid_manager,
+                )
+            )
+        except PlanError:
+            assert expected is None, seed
+            refused += 1
+            continue
+        if expected is None or sum(len(g[0]) for g in expected[0]) < len(layers):
+            assert layout.is_block_outermost, seed  # the engine loses layers, or fails
+            continue
+        if hybrid_manager:
+            assert found == expected, seed
+        else:
+            assert (len(found[0]), found[1]) == (len(expected[0]), expected[1]), seed
+        several += len(found[0]) > 1
+    assert several > 50
+    assert refused > 5 or (layout.is_block_outermost and hybrid_manager)

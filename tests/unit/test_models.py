@@ -9,10 +9,11 @@ import pytest
 
 from kvfold.capacity import Costs, costs, is_growing, replicas
 from kvfold.errors import PlanError
+from kvfold.grouping import block_bytes
 from kvfold.mesh import Mesh
 from kvfold.models import build, load, shipped
 from kvfold.placement import kv_cache_groups_tp_replicas
-from kvfold.plan import OffloadPlan, PlanOptions, plan
+from kvfold.plan import OffloadPlan, PlanOptions, plan, round_up
 from kvfold.spec import STATE_KINDS
 
 MIB = 1024 * 1024
@@ -212,7 +213,8 @@ def test_reference_slots(
 ) -> None:
     mesh = Mesh(tp=tp)
     model = build(load(name), mesh, dtype)
-    assert model.engine_groups
+    widest_bytes = block_bytes(model.engine_view()) * blocks
+    assert (round_up(widest_bytes), round_up(widest_bytes * tp)) == (single, copies)
     result = plan(model.groups, mesh, PlanOptions(blocks))
     growing = [g for g in result.groups if any(map(is_growing, g.layers))]
     assert [g.slot_bytes for g in growing] == [ours]

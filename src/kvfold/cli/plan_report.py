@@ -12,11 +12,12 @@ from typing import Any
 
 from kvfold.capacity import Costs, costs, holding, is_growing
 from kvfold.errors import ConfigError
+from kvfold.grouping import block_bytes
 from kvfold.identity import group_fields
 from kvfold.mesh import Mesh
 from kvfold.models import Config, Model, build
 from kvfold.placement import kv_cache_groups_tp_replicas
-from kvfold.plan import GroupPlan, LayerPlan, OffloadPlan, PlanOptions, plan
+from kvfold.plan import GroupPlan, LayerPlan, OffloadPlan, PlanOptions, plan, round_up
 from kvfold.sizes import parse_bytes
 from kvfold.spec import FULL_ATTENTION, INDEXER, MLA
 
@@ -70,7 +71,7 @@ def report(found: Planned, tiers: Mapping[str, str], sequence_tokens: int) -> di
     `tiers` gives "host" and "disk" as sizes for people; empty ones are left out.
     """
     model, made, cost = found.model, found.plan, found.costs
-    view = [g for g, p in zip(model.engine_view(), made.groups, strict=True) if p.participating]
+    engine = model.engine_view()
     sizes = {name: parse_bytes(f"--{name}", text) for name, text in tiers.items()}
     used = {name: tiers[name] for name, size_bytes in sizes.items() if size_bytes}
     return {
@@ -84,7 +85,7 @@ def report(found: Planned, tiers: Mapping[str, str], sequence_tokens: int) -> di
         "layout": {**asdict(found.layout), "ranks": made.mesh.world_size},
         "tokens_per_hash": made.tokens_per_hash,
         "kv_tp_replicas": made.kv_tp_replicas,
-        "engine_kv_tp_replicas": kv_cache_groups_tp_replicas(view, made.mesh.tp, made.mesh.dcp),
+        "engine_kv_tp_replicas": kv_cache_groups_tp_replicas(engine, made.mesh.tp, made.mesh.dcp),
         "replicated_layout": made.replicated_layout,
         "fingerprint": made.fingerprint,
         "groups": [_group(p, s.layers) for p, s in zip(made.groups, made.sources, strict=True)],
@@ -100,7 +101,8 @@ def report(found: Planned, tiers: Mapping[str, str], sequence_tokens: int) -> di
             "state_bytes": cost.state_per_sequence,
             "stored_bytes": cost.stored_per_sequence,
         },
-        "engine_slot_bytes": _engine_slot(found),
+        "engine_groups": len(engine),
+        "engine_slot_bytes": _engine_slot(found, block_bytes(engine)),
         "sequence_tokens": sequence_tokens,
         "tiers": [
             {"tier": n, "bytes": sizes[n], **asdict(holding(cost, sizes[n], sequence_tokens))}
@@ -283,13 +285,11 @@ def _kind(group: GroupPlan, alike: list[LayerPlan]) -> dict[str, Any]:
     }
 
 
-def _engine_slot(found: Planned) -> dict[str, int] | None:
-    """Return the engine's own slot where its groups are ours, else None."""
-    if not found.model.engine_groups:
-        return None
+def _engine_slot(found: Planned, one_block_bytes: int) -> dict[str, int]:
+    """Return the engine's own slot, once and for every rank, rounded up once at the end."""
+    chunk_bytes = one_block_bytes * found.layout.blocks_per_chunk
     copies = found.plan.mesh.world_size
-    sizes = (found.plan.engine_slot_bytes(n) for n in (1, copies))
-    return dict(zip(("single", "copies"), sizes, strict=True))
+    return {"single": round_up(chunk_bytes), "copies": round_up(chunk_bytes * copies)}
 
 
 def _number(value: Fraction) -> int | float:

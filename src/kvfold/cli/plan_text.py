@@ -165,11 +165,12 @@ def _totals(report: dict[str, Any]) -> Iterator[str]:
         f"{report['engine_kv_tp_replicas']}); replicated_layout "
         f"{str(report['replicated_layout']).lower()}"
     )
-    if slot := report["engine_slot_bytes"]:
-        yield (
-            f"{'engine slot':14}one copy {slot['single']:,} B; {report['layout']['ranks']} copies "
-            f"{slot['copies']:,} B"
-        )
+    slot, groups = report["engine_slot_bytes"], report["engine_groups"]
+    shared = f"; one size for its {groups} groups" if groups > 1 else ""
+    yield (
+        f"{'engine slot':14}one copy {slot['single']:,} B; {report['layout']['ranks']} copies "
+        f"{slot['copies']:,} B{shared}"
+    )
 
 
 def _tier(tier: dict[str, Any], sequence_tokens: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.errors import PlanError
+from kvfold.grouping import engine_groups
 from kvfold.mesh import Mesh
 from kvfold.models.config import DTYPE_BYTES, Config
 from kvfold.models.pages import attention_row, indexer_row, mla_row
@@ -34,8 +35,7 @@ class Model:
     """A model's cache on one mesh: the groups to plan, and what the engine makes of them.
 
     `engine_declares` names the layers whose `max_tp_shards` the engine sets itself; of all others
-    kvfold knows the shards and the engine does not. `engine_groups` is True if the groups are the
-    engine's own, so that its slot size can be told.
+    kvfold knows the shards and the engine does not.
     """
 
     config: Config
@@ -45,22 +45,34 @@ class Model:
     block_size: int
     groups: tuple[GroupSpec, ...]
     engine_declares: frozenset[str]
-    engine_groups: bool
     notes: tuple[str, ...]
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         return tuple(layer for group in self.groups for layer in group.layers)
 
-    def engine_view(self) -> tuple[tuple[LayerSpec, ...], ...]:
-        """Return each group's layers as the engine declares them, without shards it leaves out."""
-        return tuple(
-            tuple(
-                x if x.name in self.engine_declares else replace(x, max_tp_shards=None)
-                for x in group.layers
-            )
+    def engine_view(self, block_outermost: bool | None = None) -> tuple[GroupSpec, ...]:
+        """Return the engine's own groups: blocks and pages as it makes them, without the shards
+        that it does not declare.
+
+        `block_outermost` is the engine's layout; None is the other one, unless the model's pages
+        need this. Raises `PlanError` for a layout that the engine refuses.
+        """
+        members = [
+            (x if x.name in self.engine_declares else replace(x, max_tp_shards=None), stage)
             for group in self.groups
-        )
+            for x, stage in zip(group.layers, group.stages, strict=True)
+        ]
+        # A model's caches are numbered by layer; the engine goes through them in that order.
+        members.sort(key=lambda member: int(member[0].name.split(".")[2]))
+        layers, stages = zip(*members, strict=True)
+        outside = {x.name for g in self.groups if not g.prefix_cacheable for x in g.layers}
+        try:
+            return engine_groups(layers, stages, outside, block_outermost=bool(block_outermost))
+        except PlanError:
+            if block_outermost is not None:
+                raise
+            return engine_groups(layers, stages, outside, block_outermost=True)
 
 
 class Builder:
@@ -76,7 +88,6 @@ class Builder:
         self.block_size = block_size
         self.model_dtype = config.model_dtype
         self.notes: list[str] = []
-        self.engine_groups: bool | None = None
         self._groups: dict[str, list[tuple[LayerSpec, int]]] = {}
         self._outside: set[str] = set()
         self._declared: set[str] = set()
@@ -233,7 +244,6 @@ class Builder:
             )
             stages = tuple(stage for _, stage in members)
             groups.append(GroupSpec(i, layers, stages, name not in self._outside))
-        exact = len(groups) == 1 if self.engine_groups is None else self.engine_groups
         return Model(
             self.config,
             architecture,
@@ -242,7 +252,6 @@ class Builder:
             self.block_size,
             tuple(groups),
             frozenset(self._declared),
-            exact,
             tuple(self.notes),
         )
 

@@ -56,7 +56,6 @@ def build(builder: Builder) -> None:
     for i, ratio in enumerate(ratios):
         if ratio:
             _states(builder, i, ratio, padding)
-    builder.engine_groups = True
 
 
 def check_common(builder: Builder) -> None:

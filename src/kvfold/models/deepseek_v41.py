@@ -68,7 +68,6 @@ def build(builder: Builder) -> None:
         builder.notes.append("windows are replayed, not stored (swa_bounded_replay, the default)")
     if row.dtype == "fp8_ds_mla":
         builder.notes.append("packed rows as on Hopper; Blackwell keeps larger MXFP8 records")
-    builder.engine_groups = False
 
 
 def _sources(builder: Builder, ratios: list[int]) -> list[int]:
