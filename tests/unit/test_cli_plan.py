@@ -262,10 +262,10 @@ def test_help_has_examples_that_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert run(capsys, *words)[0] == 0
 
 
-def test_the_command_imports_neither_torch_nor_an_engine() -> None:
+def test_the_command_imports_no_torch_no_numpy_and_no_engine() -> None:
     code = (
         "import sys; from kvfold.cli import main; assert main(['plan', 'kimi-k3']) == 0; "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'transformers')))"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'vllm', 'rich')))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert result.returncode == 0, result.stderr.decode()

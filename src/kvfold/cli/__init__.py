@@ -1,11 +1,14 @@
-"""The `kvfold` command: thin; each group of commands is a module of this package with an `app`."""
+"""The `kvfold` command: thin; each group of commands is a module of this package with an `app`.
+
+What only one command needs (numpy, rich, the store) is imported when it runs, so that the others
+answer at once.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvfold import __version__
 from kvfold.cli import demo, plan, selftest, store
@@ -53,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as ending:
         return _status(ending.code)
     except KvfoldError as error:
+        from rich.console import Console
+
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         if isinstance(error, StoreGone):
             return EXIT_NO_STORE

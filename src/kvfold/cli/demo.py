@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 EXAMPLES = """
 Examples:
@@ -37,6 +36,8 @@ def demo(
     compares every rank's bytes. Takes a few minutes; writes demo.json and demo.png. Exit status 1
     if a check fails (hits, answers, bytes); a time that misses its aim is told, no failure.
     """
+    from rich.console import Console
+
     from kvfold.testing.demo import Options, run_demo
     from kvfold.testing.demo_text import source_root
 

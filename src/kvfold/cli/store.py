@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvfold.errors import ConfigError, StoreError, StoreGone
 from kvfold.sizes import format_bytes, parse_bytes
-from kvfold.store.client import StoreClient, StoreSettings
-from kvfold.store.launch import running_stores
-from kvfold.store.settings import runtime_base
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvfold.store.client import StoreClient
 
 _WIDTH = 100
 
@@ -56,6 +56,7 @@ def run(
     SIGTERM and Ctrl-C write what is not on disk yet, for 30 s at most, and end it.
     """
     from kvfold.store.process import run_here
+    from kvfold.store.settings import StoreSettings
 
     settings = StoreSettings(
         host_bytes=parse_bytes("--host", host),
@@ -82,6 +83,8 @@ def status(
     if as_json:
         print(json.dumps(report, indent=2))
         return
+    from rich.console import Console
+
     Console(width=min(_WIDTH, Console().width)).print(*_tables(report, tool.folder), sep="\n")
 
 
@@ -131,6 +134,10 @@ class _Tool:
     """A connection to the one store that the options name."""
 
     def __init__(self, name: str | None, folder: Path | None, runtime_dir: str | None) -> None:
+        from kvfold.store.client import StoreClient
+        from kvfold.store.launch import running_stores
+        from kvfold.store.settings import runtime_base
+
         if folder is None:
             folders = running_stores(name, runtime_dir)
             if not folders:
@@ -167,6 +174,8 @@ def _tell_drained(report: dict[str, Any], as_json: bool) -> None:
 
 
 def _tables(report: dict[str, Any], folder: Path) -> list[Table]:
+    from rich.table import Table
+
     tables = [_tiers(report, folder), _work(report)]
     engines = [client for client in report["clients"] if client["role"] != "tool"]
     if engines:
@@ -179,6 +188,8 @@ def _tables(report: dict[str, Any], folder: Path) -> list[Table]:
 
 
 def _tiers(report: dict[str, Any], folder: Path) -> Table:
+    from rich.table import Table
+
     state = "stopping" if report["stopping"] else "scanning" if report["scanning"] else "running"
     title = f"Store in {folder}\nprocess {report['pid']}, {state}, up {report['uptime_s']:.0f} s"
     table = Table("", "host", "disk", title=title, title_justify="left")
@@ -220,6 +231,8 @@ def _tiers(report: dict[str, Any], folder: Path) -> Table:
 
 
 def _work(report: dict[str, Any]) -> Table:
+    from rich.table import Table
+
     table = Table("tickets", "jobs", "lookups", "trouble", title="Work", title_justify="left")
     trouble = {
         "audit conflicts": report["audit_conflicts"],
