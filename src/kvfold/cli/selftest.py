@@ -26,6 +26,8 @@ kvfold selftest deepseek-v3.2-exp --tp 8 --dcp 4
 
 kvfold selftest llama-3.1-70b --tp 8 --read-tp 4 --read-pp 2 --read-layout BLHNC
 
+kvfold selftest deepseek-v2-lite --tp 2 --processes
+
 kvfold selftest deepseek-v2-lite --tp 2 --break 3  # must fail
 
 kvfold selftest ~/models/my-model --tp 4 --json | jq .problems
@@ -99,17 +101,24 @@ def selftest(
             "--in-memory", help="Keep chunks in plain memory: no store process, more than 64 ranks."
         ),
     ] = False,
+    processes: Annotated[
+        bool,
+        typer.Option("--processes", help="Make every rank a process of its own; up to 64 ranks."),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Other bytes for another seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Store, drop and load real bytes of a model's layout, and compare every byte.
 
-    All ranks live in this process, with pages of the true shapes; a store process of its own keeps
-    the chunks. The --read options (each defaults to the written value) load what was stored into a
-    second layout too. Needs no engine, no GPU and no weights. Exit status 1 if a byte differs.
+    All ranks live in this process (--processes: each in its own), with pages of the true shapes; a
+    store process of its own keeps the chunks. The --read options (each defaults to the written
+    value) load what was stored into a second layout too. Needs no engine, no GPU and no weights.
+    Exit status 1 if a byte differs.
     """
     from kvfold.testing.cluster_check import Layout, check
 
+    if processes and in_memory:
+        raise ConfigError("--processes", True, "no --in-memory: processes share a store's memory")
     written = Mesh(tp, dcp, pcp, pp)
     again = (read_tp, read_dcp, read_pcp, read_pp)
     read = None
@@ -130,6 +139,7 @@ def selftest(
         seed=seed,
         unlike=unlike,
         process=not in_memory,
+        rank_processes=processes,
     )
     problems = found.problems()
     if found.reading is not None and not unlike and not found.reading.loaded.chunks:
@@ -138,7 +148,8 @@ def selftest(
         told = {"model": model, "ok": not problems, "problems": problems, **asdict(found)}
         print(json.dumps(told, indent=2))
     else:
-        title = f"{asked.config.name} at {found.layout}: {written.world_size} ranks, "
+        ranks = "rank processes" if processes else "ranks"
+        title = f"{asked.config.name} at {found.layout}: {written.world_size} {ranks}, "
         title += f"{count} blocks of every group, {blocks_per_chunk} per chunk"
         notes = asked.model(written).notes
         print("\n".join([title, *(f"note: {note}" for note in notes), *_lines(found, problems)]))

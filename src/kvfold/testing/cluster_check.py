@@ -20,6 +20,7 @@ from kvfold.plan import LayerPlan, PlanOptions
 from kvfold.spec import HEAD_KINDS, GroupSpec, LayerSpec
 from kvfold.testing.cluster import Cluster, Difference
 from kvfold.testing.cluster_copy import Loaded, Stored
+from kvfold.testing.cluster_process import ProcessCluster
 from kvfold.testing.cluster_store import MemoryShelf, Shelf, store_shelf
 
 Groups = Sequence[GroupSpec] | Callable[[Mesh], Sequence[GroupSpec]]
@@ -131,25 +132,31 @@ def check(
     unlike: Collection[str] = (),
     shelf: Shelf | None = None,
     process: bool = False,
+    rank_processes: bool = False,
 ) -> Report:
     """Store at `written`, drop, load and compare; then load at `read` and compare.
 
     `groups` are those of `written`, which `respread` fits to `read`, or a function that returns
     them for any mesh. `shelf` keeps the chunks: by default memory, or a store process of its own
-    if `process`. Layers in `unlike` are filled differently on every rank. Raises `PlanError` or
-    `ConfigError` for what cannot be planned, `StoreError` if the store fails.
+    if `process`. With `rank_processes` every rank is a process too, and the store one. Layers in
+    `unlike` are filled differently on every rank. Raises `PlanError` or `ConfigError` for what
+    cannot be planned, `StoreError` if the store fails, `RankLost` if a rank's process does.
     """
+    make = ProcessCluster if rank_processes else Cluster
     first = groups(written.mesh) if callable(groups) else groups
-    cluster = Cluster(first, written.mesh, options, written.order, blocks, seed, unlike)
+    cluster = make(first, written.mesh, options, written.order, blocks, seed, unlike)
     other = None
     if read is not None:
         second = groups(read.mesh) if callable(groups) else respread(first, written.mesh, read.mesh)
-        other = Cluster(second, read.mesh, options, read.order, blocks, seed, unlike)
+        other = make(second, read.mesh, options, read.order, blocks, seed, unlike)
     slots_bytes = sum(g.slot_bytes for g in cluster.groups) * len(cluster.chunks())
     with ExitStack() as stack:
         if shelf is None:
-            real = process and stack.enter_context(store_shelf(slots_bytes))
+            real = (process or rank_processes) and stack.enter_context(store_shelf(slots_bytes))
             shelf = real or MemoryShelf(slots_bytes)
+        for one in (cluster, other):  # before their store
+            if isinstance(one, ProcessCluster):
+                stack.enter_context(one)
         cluster.fill()
         stored = cluster.store(shelf)
         cluster.wipe()

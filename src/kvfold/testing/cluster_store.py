@@ -143,9 +143,26 @@ class StoreShelf:
 
     def open(self, engine: str, world: int, fingerprint: str, groups: Sequence[Group]) -> Session:
         """Raises `ConfigError` for more ranks than a store serves, `StoreError` if none starts."""
-        if world > MAX_RANKS:
-            raise ConfigError("ranks", world, f"at most {MAX_RANKS}: one store serves one machine")
+        check_world(world)
         return _StoreSession(self.settings, engine, world, fingerprint, groups)
+
+
+def check_world(world: int) -> None:
+    """Raise `ConfigError` for more ranks than a store serves."""
+    if world > MAX_RANKS:
+        raise ConfigError("ranks", world, f"at most {MAX_RANKS}: one store serves one machine")
+
+
+def unpublished(scheduler: StoreClient, keys: bytes) -> str | None:
+    """Wait a moment for commits under way; say which chunk is not there."""
+    until_s = time.monotonic() + PUBLISH_S
+    while True:
+        tiers = scheduler.lookup(keys, ANSWER_S)
+        if (at := tiers.find(0)) < 0:
+            return None
+        if time.monotonic() > until_s:
+            return f"chunk {at} is not stored"
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -237,7 +254,7 @@ class _StoreSession:
     def load(self, group: int, keys: bytes, copy: Copy) -> str | None:
         self._tickets += 1
         ticket, chunks = self._tickets, len(keys) // KEY_BYTES
-        if missing := self._unpublished(keys):
+        if missing := unpublished(self._scheduler, keys):
             return missing
         space, everyone = self._groups[group].namespace, (1 << self._world) - 1
         self._scheduler.open_ticket(ticket, group, space, keys, everyone)
@@ -263,17 +280,6 @@ class _StoreSession:
         while not self._news.empty():  # failures are told to every rank
             self._news.get()
         return failure
-
-    def _unpublished(self, keys: bytes) -> str | None:
-        """Wait a moment for commits under way; say which chunk is not there."""
-        until_s = time.monotonic() + PUBLISH_S
-        while True:
-            tiers = self._scheduler.lookup(keys, ANSWER_S)
-            if (at := tiers.find(0)) < 0:
-                return None
-            if time.monotonic() > until_s:
-                return f"chunk {at} is not stored"
-            time.sleep(0.01)
 
     def _released(self, ticket: int) -> bool:
         answers: SimpleQueue[bool] = SimpleQueue()
