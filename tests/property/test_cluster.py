@@ -130,7 +130,7 @@ def bound(model: Model, layout: Layout) -> list[bool]:
     return [group.topology_bound for group in planned.groups]
 
 
-@quickly(400)
+@quickly(1500)
 @given(cases(), st.integers(0, 3))
 def test_every_rank_gets_its_bytes_at_the_same_and_at_another_layout(case: Any, seed: int) -> None:
     model, written, read, per_chunk = case
@@ -150,7 +150,7 @@ def test_every_rank_gets_its_bytes_at_the_same_and_at_another_layout(case: Any, 
         assert not report.reading.apart
 
 
-@quickly(200)
+@quickly(500)
 @given(cases())
 def test_exactly_the_ranks_that_hold_the_same_are_folded(case: Any) -> None:
     model, layout, _, _ = case
@@ -168,7 +168,7 @@ def test_exactly_the_ranks_that_hold_the_same_are_folded(case: Any) -> None:
             assert sorted(folded) == sorted(map(tuple, sharers.values()))
 
 
-@quickly(60)
+@quickly(150)
 @given(cases(), st.data())
 def test_a_false_replica_is_named_and_not_stored(case: Any, data: Any) -> None:
     model, layout, _, _ = case
@@ -191,7 +191,7 @@ def test_a_false_replica_is_named_and_not_stored(case: Any, data: Any) -> None:
     assert any(f"rank {min(expected)}:" in line for line in report.problems())
 
 
-@quickly(100)
+@quickly(200)
 @given(cases(), st.data())
 def test_a_single_byte_that_differs_is_found_by_the_audit(case: Any, data: Any) -> None:
     model, layout, _, per_chunk = case
@@ -215,7 +215,7 @@ def test_a_single_byte_that_differs_is_found_by_the_audit(case: Any, data: Any) 
     assert {found.rank, *found.others} == set(owners)
 
 
-@quickly(60)
+@quickly(150)
 @given(cases())
 def test_fixed_groups_are_fitted_to_another_mesh_as_the_model_has_them(case: Any) -> None:
     model, written, read, _ = case

@@ -35,7 +35,7 @@ def models(draw: Any) -> tuple[Model, OffloadPlan]:
     return model, made
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(models(), st.data())
 def test_ranks_hold_their_pages_and_slots_hold_each_byte_once(case: Any, data: Any) -> None:
     _, made = case
