@@ -125,18 +125,23 @@ class GroupPlan:
         The segments (a fragment in one block) of each replica group are dealt over its owners in
         slot order.
         """
-        segments: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        blocks = self.blocks_per_chunk
+        base: list[tuple[int, ...]] = [(0,) * blocks] * len(self.fragments)
+        shared: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for layer in self.layers:
-            for block in range(self.blocks_per_chunk):
-                for i, fragment in enumerate(layer.placement.fragments, layer.first_fragment):
-                    segments.setdefault(fragment.owners, []).append((i, block))
-        sizes = [layer.spec.page_bytes for layer in self.layers for _ in layer.placement.fragments]
-        base = [[0] * self.blocks_per_chunk for _ in self.fragments]
-        for owners, group in segments.items():
-            dealt = deal([sizes[i] for i, _ in group], len(owners))
-            for (i, block), writer in zip(group, dealt, strict=True):
-                base[i][block] = writer
-        return tuple(map(tuple, base))
+            for i, fragment in enumerate(layer.placement.fragments, layer.first_fragment):
+                if len(fragment.owners) > 1:
+                    shared.setdefault(fragment.owners, []).append((i, layer.spec.page_bytes))
+        deals: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        for owners, held in shared.items():
+            # A rank holds one fragment of a layer: its blocks are neighbours among the segments.
+            key = len(owners), tuple(page_bytes for _, page_bytes in held for _ in range(blocks))
+            dealt = deals.get(key)
+            if dealt is None:
+                dealt = deals[key] = deal(key[1], len(owners))
+            for n, (i, _) in enumerate(held):
+                base[i] = dealt[n * blocks : (n + 1) * blocks]
+        return tuple(base)
 
     def owned(self, rank: int) -> tuple[Owned, ...]:
         """Return the fragments `rank` holds, in slot order, with their runs."""
@@ -238,9 +243,11 @@ class OffloadPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the canonical JSON of `to_dict()`: inputs and everything derived."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """sha256 (hex) of the inputs and everything derived, as lines of JSON."""
+        digest = hashlib.sha256()
+        for line in _lines(self):
+            digest.update(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        return digest.hexdigest()
 
     def engine_slot_bytes(self, copies: int) -> int:
         """Return the engine's own slot: padded pages of the widest group, times `copies`.
@@ -390,8 +397,35 @@ def _tokens_per_hash(groups: Sequence[GroupPlan], wanted: int | None) -> int:
     return result
 
 
-def _derived(group: GroupPlan) -> dict[str, Any]:
-    """Return what the planner decided for a group, for comparison between processes."""
+def _lines(plan: OffloadPlan) -> Iterator[object]:
+    """Yield what the fingerprint covers: all that `to_dict` tells, without its repetitions.
+
+    Many layers are placed and written alike, so each distinct placement (head shard, token shard
+    and owners of each fragment) and each distinct table of writers is given once, when it first
+    occurs, and then by its number.
+    """
+    names = [f.name for f in fields(LayerSpec)]
+    yield [FORMAT, names, plan.tokens_per_hash, plan.kv_tp_replicas]
+    yield [asdict(plan.mesh), asdict(plan.options)]
+    for source, group in zip(plan.sources, plan.groups, strict=True):
+        yield [source.index, source.is_draft, source.prefix_cacheable, _totals(group)]
+        for spec, stage in zip(source.layers, source.stages, strict=True):
+            yield [stage, *(getattr(spec, name) for name in names)]
+        seen: dict[object, int] = {}
+        for layer in group.layers:
+            placed, first = layer.placement, layer.first_fragment
+            tables = (
+                tuple((f.head_shard, f.token_shard, f.owners) for f in placed.fragments),
+                ("writers", group.base_writers[first : first + len(placed.fragments)]),
+            )
+            for table in tables:
+                if table not in seen:
+                    seen[table] = len(seen)
+                    yield table
+            yield [layer.slot_offset, placed.canonical, *(seen[table] for table in tables)]
+
+
+def _totals(group: GroupPlan) -> dict[str, Any]:
     return {
         "participating": group.participating,
         "tokens_per_block": group.tokens_per_block,
@@ -399,6 +433,13 @@ def _derived(group: GroupPlan) -> dict[str, Any]:
         "chunk_bytes": group.chunk_bytes,
         "slot_bytes": group.slot_bytes,
         "rotations": group.rotations,
+    }
+
+
+def _derived(group: GroupPlan) -> dict[str, Any]:
+    """Return what the planner decided for a group, for comparison between processes."""
+    return {
+        **_totals(group),
         "slot_offsets": [layer.slot_offset for layer in group.layers],
         "canonical": [layer.placement.canonical for layer in group.layers],
         "fragments": [

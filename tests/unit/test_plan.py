@@ -252,6 +252,47 @@ def test_the_fingerprint_covers_everything() -> None:
     assert len({p.fingerprint for p in plans}) == len(plans)
 
 
+def test_the_fingerprint_covers_what_is_derived() -> None:
+    """Two versions of the planner that place or deal otherwise must not agree."""
+    made = plan([GroupSpec.of(0, [gqa("a", 4, 8), mla("b")])], Mesh(tp=8), PlanOptions(2))
+    [group] = made.groups
+    layer = group.layers[0]
+    placed = layer.placement
+    first, *others = placed.fragments
+
+    def with_layer(**changes: Any) -> OffloadPlan:
+        return with_group(layers=(replace(layer, **changes), *group.layers[1:]))
+
+    def with_group(**changes: Any) -> OffloadPlan:
+        return replace(made, groups=(replace(group, _cache={}, **changes),))
+
+    def with_fragment(**changes: Any) -> OffloadPlan:
+        fragments = (replace(first, **changes), *others)
+        return with_layer(placement=replace(placed, fragments=fragments))
+
+    dealt = with_group()
+    writers = list(group.base_writers)
+    vars(dealt.groups[0])["base_writers"] = (writers[0][::-1], *writers[1:])
+    assert writers[0] != writers[0][::-1]
+    changed = [
+        with_fragment(owners=(0, 2)),
+        with_fragment(head_shard=5),
+        with_fragment(token_shard=1),
+        with_layer(slot_offset=1),
+        with_layer(placement=replace(placed, canonical=False)),
+        with_group(slot_bytes=0),
+        with_group(chunk_bytes=0),
+        with_group(rotations=1),
+        with_group(tokens_per_block=1),
+        with_group(participating=False),
+        replace(made, tokens_per_hash=1),
+        replace(made, kv_tp_replicas=1),
+        dealt,
+    ]
+    assert with_group().fingerprint == made.fingerprint
+    assert len({p.fingerprint for p in [made, *changed]}) == len(changed) + 1
+
+
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     code = (
         "from kvfold.plan import *; from kvfold.mesh import Mesh;"
