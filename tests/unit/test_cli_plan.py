@@ -165,6 +165,30 @@ def test_a_layout_with_less_dcp_takes_larger_blocks(capsys: pytest.CaptureFixtur
     ]
 
 
+def test_no_block_is_smaller_than_the_kernels_take(capsys: pytest.CaptureFixture[str]) -> None:
+    others = ("--compare", "dcp=8", "--compare", "dcp=8,block-size=8")
+    rows = told(capsys, *GLM, *others)["comparison"]
+    found = [(r["block_size"], r["base_block_size"], r["reads_base"]) for r in rows]
+    # Pages of an indexer are not divisible by token: what DCP stores, no other layout reads.
+    assert found == [(64, None, True), (64, 512, False), (8, None, False)]
+    _, out, _ = run(capsys, *GLM, *others)
+    out = " ".join(out.split())
+    assert out.count("with --block-size 512 for the first they can") == 1
+    assert "tp=8 dcp=8 fp8_ds_mla: the kernels cannot take" in out
+    notes = told(capsys, *GLM, "--block-size", "32")["notes"]
+    assert any("kernels take blocks of 64 tokens" in note for note in notes)
+    assert not any("kernels" in note for note in told(capsys, *GLM, "--block-size", "128")["notes"])
+    rows = told(capsys, "deepseek-v3", "--tp", "8", "--compare", "dcp=2")["comparison"]
+    assert [(r["block_size"], r["base_block_size"]) for r in rows] == [(16, None), (16, 32)]
+    rows = told(capsys, "deepseek-v3", "--tp", "8", "--block-size", "32", "--compare", "dcp=2")[
+        "comparison"
+    ]
+    assert [(r["block_size"], r["base_block_size"], r["reads_base"]) for r in rows] == [
+        (32, None, True),
+        (16, None, True),
+    ]
+
+
 def test_pages_kept_whole_are_read_by_their_own_topology_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -6,8 +6,9 @@ import json
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from kvfold.capacity import Costs, costs, holding, is_growing
@@ -15,7 +16,7 @@ from kvfold.errors import ConfigError
 from kvfold.grouping import block_bytes
 from kvfold.identity import group_fields
 from kvfold.mesh import Mesh
-from kvfold.models import Config, Model, build
+from kvfold.models import FAMILIES, Config, Model, build
 from kvfold.placement import kv_cache_groups_tp_replicas
 from kvfold.plan import GroupPlan, LayerPlan, OffloadPlan, PlanOptions, plan, round_up
 from kvfold.sizes import parse_bytes
@@ -131,6 +132,12 @@ def notes(found: Planned) -> Iterator[str]:
         reasons.append("layers that are neither full attention nor MLA")
     if reasons:
         yield f"the connector does not serve {', '.join(reasons)} yet: this is a plan only"
+    kernel = FAMILIES[found.model.architecture].kernel_block
+    if found.layout.block_size and found.layout.block_size % kernel:
+        yield (
+            f"the model's kernels take blocks of {kernel} tokens (on Hopper): --block-size "
+            f"{found.layout.block_size} is no multiple"
+        )
     if bound := [str(group.index) for group in groups if group.topology_bound]:
         yield (
             f"what group {', '.join(bound)} stores can only be read at the same tp, dcp, pcp and "
@@ -174,13 +181,18 @@ def comparison(base: Planned, config: Config, other: Layout) -> dict[str, Any]:
     """Return one row of a comparison: `other` beside `base`, or why it is refused.
 
     Unless the layout says its block size, it takes the one that gives base's block hashes
-    (block_size x dcp equal). `reads_base` tells whether it could load what base has stored.
+    (block_size x dcp equal), or the model's own if the kernels cannot take that; then
+    `base_block_size` is the least for base with which they could. `reads_base` tells whether it
+    could load what base has stored.
     """
-    row: dict[str, Any] = {"layout": asdict(other)}
+    row: dict[str, Any] = {"layout": asdict(other), "base_block_size": None}
     if other.block_size is None:
-        span = base.model.block_size * base.layout.dcp
-        size, rest = divmod(span, other.dcp)
-        other = Layout(**(asdict(other) | {"block_size": None if rest or not size else size}))
+        kernel = FAMILIES[base.model.architecture].kernel_block
+        size, rest = divmod(base.model.block_size * base.layout.dcp, other.dcp)
+        if rest or size % kernel:
+            row["base_block_size"] = kernel * lcm(other.dcp, base.layout.dcp) // base.layout.dcp
+        else:
+            other = replace(other, block_size=size)
     try:
         found = planned(config, other)
     except ConfigError as error:

@@ -59,6 +59,12 @@ def comparison_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         "block: the block size to use (equal block hashes need block size x dcp equal); "
         "reads 1st: whether it can load what the first layout has stored"
     )
+    for row in rows:
+        if size := row["base_block_size"]:
+            yield from _wrapped(
+                f"{layout_label(row['layout'])}: the kernels cannot take a block that gives the "
+                f"first layout's hashes; with --block-size {size} for the first they can"
+            )
 
 
 def explanation_lines(layers: Sequence[dict[str, Any]]) -> Iterator[str]:

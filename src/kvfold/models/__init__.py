@@ -35,35 +35,40 @@ __all__ = ["FAMILIES", "KV_DTYPES", "Config", "Family", "Model", "build", "load"
 
 
 class Family(NamedTuple):
-    """How a family's layers are built, and the engine's block size for it."""
+    """How a family's layers are built, and the engine's block size for it.
+
+    `kernel_block` is the tokens that its attention kernels take at a time (on Hopper): a block
+    must be a multiple of it.
+    """
 
     build: Callable[[Builder], None]
     block_size: int = DEFAULT_BLOCK_SIZE
+    kernel_block: int = DEFAULT_BLOCK_SIZE
 
 
 _PLAIN = Family(plain.build)
 _MLA = Family(deepseek.build)
-_DSA = Family(deepseek.build, 64)
+_DSA = Family(deepseek.build, 64, 64)
 
 FAMILIES: Mapping[str, Family] = {
     "BambaForCausalLM": Family(falcon_h1.build_bamba),
     "DeepseekV2ForCausalLM": _MLA,
     "DeepseekV32ForCausalLM": _DSA,
     "DeepseekV3ForCausalLM": _MLA,
-    "DeepseekV41ForCausalLM": Family(deepseek_v41.build, 256),
-    "DeepseekV4ForCausalLM": Family(deepseek_v4.build, 256),
+    "DeepseekV41ForCausalLM": Family(deepseek_v41.build, 256, 256),
+    "DeepseekV4ForCausalLM": Family(deepseek_v4.build, 256, 256),
     "FalconH1ForCausalLM": Family(falcon_h1.build),
     "Gemma3ForCausalLM": Family(gemma.build),
     "Gemma3ForConditionalGeneration": Family(gemma.build),
     "Gemma4ForConditionalGeneration": Family(gemma.build),
-    "Glm5NextForConditionalGeneration": Family(glm5_next.build, 64),
+    "Glm5NextForConditionalGeneration": Family(glm5_next.build, 64, 64),
     "GlmMoeDsaForCausalLM": _DSA,
     "GptOssForCausalLM": Family(gpt_oss.build),
     "JambaForCausalLM": Family(jamba.build),
     "KimiK3ForConditionalGeneration": Family(kimi_k3.build),
     "LlamaForCausalLM": _PLAIN,
     "MiniMaxM2ForCausalLM": _PLAIN,
-    "MiniMaxM3SparseForConditionalGeneration": Family(minimax_m3.build),
+    "MiniMaxM3SparseForConditionalGeneration": Family(minimax_m3.build, 128, 128),
     "Mistral3ForConditionalGeneration": _PLAIN,
     "MistralForCausalLM": _PLAIN,
     "MistralLarge3ForCausalLM": _MLA,
