@@ -194,7 +194,7 @@ def comparison(base: Planned, config: Config, other: Layout) -> dict[str, Any]:
         else:
             other = replace(other, block_size=size)
     try:
-        found = planned(config, other)
+        found = base if row["layout"] == asdict(base.layout) else planned(config, other)
     except ConfigError as error:
         return row | {"refused": str(error)}
     mine, theirs = ([group_fields(g) for g in p.plan.groups] for p in (found, base))
