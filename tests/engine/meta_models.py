@@ -15,10 +15,11 @@ import logging
 import os
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 MOE = {
     "n_routed_experts": 8,
@@ -80,6 +81,8 @@ LANGUAGE = {
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
+ONLY_GPU = ("DeepseekV41ForCausalLM",)
+"""No model code but that of GPUs: built as on a Hopper GPU, with its block size."""
 ABSENT = (
     "",
     ".io",
@@ -117,14 +120,17 @@ def pretend() -> None:
         dense = attn_selector_config._replace(use_sparse=False)
         return chosen(cls, selected, attn_selector_config=dense, **rest)
 
-    def keep_state_dtype(cls: Any, config: Any) -> None:
-        """The CPU's kernels take only float32 states; other devices keep what is configured."""
-        state_dtype = config.cache_config.mamba_ssm_cache_dtype
+    def keep_configured(cls: Any, config: Any) -> None:
+        """The CPU's kernels take one size of block and float32 states; others, what is asked."""
+        cache = config.cache_config
+        state_dtype, block_size = cache.mamba_ssm_cache_dtype, cache.block_size
         updated(cls, config)
-        config.cache_config.mamba_ssm_cache_dtype = state_dtype
+        cache.mamba_ssm_cache_dtype = state_dtype
+        if cache.user_specified_block_size:
+            cache.block_size = block_size
 
     CpuPlatform.get_attn_backend_cls = classmethod(any_backend)
-    CpuPlatform.check_and_update_config = classmethod(keep_state_dtype)
+    CpuPlatform.check_and_update_config = classmethod(keep_configured)
 
 
 def config_fields(path: Path) -> dict[str, Any]:
@@ -145,17 +151,21 @@ def config_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def specs(folder: Path) -> dict[str, Any]:
+def specs(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """Build the model of `folder` and return what its configuration and its layers say."""
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import DeviceCapability
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    gpu = fields["architectures"][0] in ONLY_GPU
     config = EngineArgs(
         model=str(folder),
+        block_size=256 if gpu else None,
         skip_tokenizer_init=True,
         load_format="dummy",
         max_model_len=4096,
@@ -163,7 +173,11 @@ def specs(folder: Path) -> dict[str, Any]:
         enable_prefix_caching=False,
     ).create_engine_config()
     bf16 = set_default_torch_dtype(torch.bfloat16)
-    with set_current_vllm_config(config), torch.device("meta"), bf16:
+    with set_current_vllm_config(config), torch.device("meta"), bf16, ExitStack() as stack:
+        if gpu:
+            hopper = DeviceCapability(9, 0)
+            name = "get_device_capability"
+            stack.enter_context(patch.object(CpuPlatform, name, return_value=hopper))
         initialize_model(config)
     layers = {}
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
@@ -206,9 +220,10 @@ def main(configs: Path) -> dict[str, Any]:
         for path in sorted(configs.glob("*.json")):
             folder = Path(root) / path.stem
             folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(config_fields(path)))
+            fields = config_fields(path)
+            (folder / "config.json").write_text(json.dumps(fields))
             try:
-                told[path.stem] = specs(folder)
+                told[path.stem] = specs(folder, fields)
             except Exception as error:  # told to the test, which says which may fail and how
                 told[path.stem] = {"error": f"{type(error).__name__}: {error}"}
     return told
@@ -216,6 +231,7 @@ def main(configs: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0"}
+    os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # a kernel of one GPU
     logging.disable(logging.CRITICAL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
