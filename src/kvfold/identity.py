@@ -108,6 +108,8 @@ def group_fields(group: GroupPlan) -> dict[str, Any]:
                 "total_kv_heads": spec.total_kv_heads,
                 "encoding": spec.encoding,
             }
+            if spec.key_bytes:
+                entry["kept_whole"]["key_bytes"] = spec.key_bytes
         layers.append(entry)
     return {
         "layers": layers,

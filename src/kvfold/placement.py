@@ -15,6 +15,7 @@ from math import gcd
 from kvfold.errors import PlanError
 from kvfold.mesh import Mesh
 from kvfold.spec import (
+    HALVES,
     HEAD_KINDS,
     ROW_KINDS,
     STATE_KINDS,
@@ -151,8 +152,9 @@ def fragment_runs(spec: LayerSpec, placement: LayerPlacement, shard: int, mesh: 
 
     `slot_offset` counts from the layer's first byte of that block. Canonical order is head,
     state, byte; local state j of token shard r sits at logical state
-    `((j // i) * d + r) * i + j % i`, with d token shards and an interleave of i states. A page
-    that is not canonical is one run, in the order of the fragments.
+    `((j // i) * d + r) * i + j % i`, with d token shards and an interleave of i states. A state is
+    K then V also where the page has all K before all V. A page that is not canonical is one run,
+    in the order of the fragments.
     """
     name, fragment = spec.name, placement.fragments[shard]
     if not placement.canonical:
@@ -162,24 +164,42 @@ def fragment_runs(spec: LayerSpec, placement: LayerPlacement, shard: int, mesh: 
     i = mesh.dcp_interleave // spec.tokens_per_state if d > 1 else states
     slot_head = states * d * row
     first = fragment.head_shard * heads * slot_head + fragment.token_shard * i * row
+    if spec.encoding in HALVES:
+        half, rest = spec.key_bytes, row - spec.key_bytes
+        key = _rows(spec, half, 0, first, i, d)
+        return key + _rows(spec, rest, heads * states * half, first + half, i, d)
     if spec.encoding == "heads_first" or heads == 1:
         if d == 1:
             return [Run(name, 0, 0, first, spec.page_bytes)]
         # Pieces of i states; those of the next head follow at the same strides.
         return [Run(name, 0, 0, first, i * row, heads * states // i, i * row, d * i * row)]
-    # tokens_first: one run per head and, under DCP, per interleave group or per place in it,
-    # whichever is fewer.
-    page_row, runs = heads * row, []
-    for head in range(heads):
-        start = first + head * slot_head
-        if i * i > states:
-            for group in range(states // i):
-                page, slot = group * i * page_row + head * row, start + group * d * i * row
-                runs.append(Run(name, 0, page, slot, row, i, page_row, row))
+    return _rows(spec, row, 0, first, i, d)
+
+
+def _rows(spec: LayerSpec, nbytes: int, page: int, slot: int, i: int, d: int) -> list[Run]:
+    """Return the runs of rows of `nbytes` that lie [head, state] or [state, head] from `page` on.
+
+    In the slot, from `slot` on, each is its state's `head_bytes` or a part of them. Per head (once
+    where heads come first) and, under DCP, per interleave group or per place in it, whichever is
+    fewer; `i` and `d` as in `fragment_runs`.
+    """
+    heads, states, row = spec.num_kv_heads, spec.states_per_block, spec.head_bytes
+    # If heads come first, the groups of the next head follow at the same strides.
+    starts = 1 if spec.encoding == "halves_heads_first" else heads
+    groups, page_row = heads // starts * states // i, starts * nbytes
+    far_page, far_slot, runs = i * page_row, d * i * row, []
+    for head in range(starts):
+        at, to = page + head * nbytes, slot + head * states * d * row
+        if d == 1:
+            runs.append(Run(spec.name, 0, at, to, nbytes, groups * i, page_row, row))
+        elif i > groups:
+            for g in range(groups):
+                near_at, near_to = at + g * far_page, to + g * far_slot
+                runs.append(Run(spec.name, 0, near_at, near_to, nbytes, i, page_row, row))
         else:
             for k in range(i):
-                page, slot = k * page_row + head * row, start + k * row
-                runs.append(Run(name, 0, page, slot, row, states // i, i * page_row, d * i * row))
+                near_at, near_to = at + k * page_row, to + k * row
+                runs.append(Run(spec.name, 0, near_at, near_to, nbytes, groups, far_page, far_slot))
     return runs
 
 

@@ -30,7 +30,14 @@ Kind = Literal[
     "hidden_state",
     "other",
 ]
-Encoding = Literal["heads_first", "tokens_first", "whole_page", "opaque"]
+Encoding = Literal[
+    "heads_first",
+    "tokens_first",
+    "halves_heads_first",
+    "halves_tokens_first",
+    "whole_page",
+    "opaque",
+]
 
 FULL_ATTENTION: Final = "full_attention"
 MLA: Final = "mla"
@@ -54,6 +61,8 @@ WINDOW_KINDS: Final = frozenset({SLIDING_WINDOW, CHUNKED_LOCAL, SLIDING_WINDOW_M
 STATE_KINDS: Final = frozenset({"mamba1", "mamba2", "gdn", "kda", "short_conv"})
 #: Kinds whose blocks kvfold can store; a group of any other kind must be outside prefix caching.
 STORABLE_KINDS: Final = HEAD_KINDS | ROW_KINDS | STATE_KINDS
+#: Encodings of pages that hold K of all states, and then V of all states.
+HALVES: Final = frozenset({"halves_heads_first", "halves_tokens_first"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +72,13 @@ class LayerSpec:
     `block_size` is tokens per block on one rank; a block holds `block_size / tokens_per_state`
     states of `num_kv_heads` heads (this rank's) of `head_bytes` each (K and V together, or the
     MLA row). `encoding` is the order inside a page: heads_first [head, state, byte],
-    tokens_first [state, head, byte], whole_page (one head whose rows are split up, such as all data
-    before all scales: equal on every rank that holds all of it, but not divisible by token), or
-    opaque (only its size is known).
+    tokens_first [state, head, byte], halves_heads_first and halves_tokens_first (the same, first of
+    every state's K and then of every state's V), whole_page (one head whose rows are split up, such
+    as all data before all scales: equal on every rank that holds all of it, but not divisible by
+    token), or opaque (only its size is known).
+
+    `key_bytes` is how much of `head_bytes` is K, for halves only (0: one half, derived). It says
+    where V begins; the number of heads never does.
 
     `window` is the tokens a recycled kind needs before a boundary. A recurrent state is one state
     per block (`tokens_per_state == block_size`), is never token-sharded, and is split over TP
@@ -93,6 +106,7 @@ class LayerSpec:
     engine_page_bytes: int = 0
     window: int | None = None
     tp_replicated: bool = False
+    key_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -106,6 +120,7 @@ class LayerSpec:
         if self.block_size % self.tokens_per_state:
             self._refuse("tokens_per_state", f"a divisor of block_size={self.block_size}")
         self._check_kind()
+        self._derive_key()
         self._derive_pages()
 
     def _check_kind(self) -> None:
@@ -130,6 +145,8 @@ class LayerSpec:
             self._refuse("tp_replicated", f"false for {self.kind}: only states can say so")
         if self.encoding == "whole_page" and not (self.kind in ROW_KINDS or self.tp_replicated):
             self._refuse("encoding", "another one: the page is not the same on every rank")
+        if self.encoding in HALVES and self.kind in ROW_KINDS:
+            self._refuse("encoding", f"another one: {self.kind} has no K and V")
 
     def _check_state(self) -> None:
         if self.dcp_sharded:
@@ -161,6 +178,17 @@ class LayerSpec:
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self._refuse(field, "a whole number of at least 1")
+
+    def _derive_key(self) -> None:
+        if self.encoding not in HALVES:
+            if self.key_bytes != 0:
+                self._refuse("key_bytes", f"0 for {self.encoding}: K and V lie together")
+            return
+        if self.key_bytes == 0 and self.head_bytes % 2 == 0:
+            object.__setattr__(self, "key_bytes", self.head_bytes // 2)
+        self._check_count("key_bytes")
+        if self.key_bytes >= self.head_bytes:
+            self._refuse("key_bytes", f"less than head_bytes={self.head_bytes}: the rest is V")
 
     def _derive_pages(self) -> None:
         content_bytes = self.num_kv_heads * self.states_per_block * self.head_bytes

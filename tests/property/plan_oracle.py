@@ -119,10 +119,14 @@ def _layer_pages(truth: Cluster, layer: Any, stage: int, mesh: Any, block: int) 
         else:
             heads = range(first, first + layer.num_kv_heads)
             rows = [(h, t) for h in heads for t in tokens[shard]]
-            if layer.encoding == "tokens_first":
+            if layer.encoding in ("tokens_first", "halves_tokens_first"):
                 rows = [(h, t) for t in tokens[shard] for h in heads]
+            state = list(range(layer.head_bytes))
+            parts = [state]
+            if layer.encoding in ("halves_heads_first", "halves_tokens_first"):
+                parts = [state[: layer.key_bytes], state[layer.key_bytes :]]  # all K, then all V
             page = [
-                (layer.name, block, h, t, byte) for h, t in rows for byte in range(layer.head_bytes)
+                (layer.name, block, h, t, byte) for part in parts for h, t in rows for byte in part
             ]
         truth.pages[rank, layer.name, block] = page
     if kept_whole:

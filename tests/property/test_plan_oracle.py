@@ -54,6 +54,9 @@ def layer_specs(draw: Any, name: str, mesh: Mesh, block_size: int, sharded: bool
     fitting = [h for h in (1, 2, 3, 4, 6, 8, 12) if h % mesh.tp == 0 or mesh.tp % h == 0]
     total = draw(st.sampled_from(fitting))
     kind = draw(st.sampled_from(["full_attention", "sliding_window", "chunked_local"]))
+    if shared["head_bytes"] > 1 and draw(st.booleans()):
+        shared["encoding"] = draw(st.sampled_from(["halves_heads_first", "halves_tokens_first"]))
+        shared["key_bytes"] = draw(st.integers(1, shared["head_bytes"] - 1))
     return LayerSpec(
         kind=kind,
         window=None if kind == "full_attention" else 8,
@@ -103,11 +106,14 @@ def test_every_byte_is_written_once_and_read_back_by_every_owner(case: Any) -> N
     assert 0 <= group.slot_bytes - group.chunk_bytes < 4096
 
 
-@pytest.mark.parametrize("encoding", ["heads_first", "tokens_first"])
+ENCODINGS = ("heads_first", "tokens_first", "halves_heads_first", "halves_tokens_first")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_several_heads_under_dcp(encoding: Any) -> None:
     """Every small case of the rarest layout: strides over heads and over token shards at once."""
     for tp, block_size, interleave, per_state, head_bytes in product(
-        (1, 2), (4, 8, 12), (1, 2, 4), (1, 2), (1, 2)
+        (1, 2), (4, 8, 12), (1, 2, 4), (1, 2), (2, 3)
     ):
         mesh = Mesh(tp=tp, pcp=2, dcp=2, dcp_interleave=interleave)
         layer = LayerSpec(
@@ -118,6 +124,7 @@ def test_several_heads_under_dcp(encoding: Any) -> None:
             head_bytes=head_bytes,
             max_tp_shards=6,
             encoding=encoding,
+            key_bytes=head_bytes - 1 if encoding.startswith("halves") else 0,
             tokens_per_state=per_state,
         )
         group = plan([GroupSpec.of(0, layer)], mesh, PlanOptions(2)).groups[0]
@@ -156,22 +163,26 @@ def test_fragments_owners_and_writers_agree_with_the_bytes(case: Any) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(), st.sampled_from([1, 2, 4, 8]))
-def test_a_canonical_slot_does_not_depend_on_tp(case: Any, tp: int) -> None:
+@given(cases(), st.sampled_from([1, 2, 4, 8]), st.permutations(ENCODINGS))
+def test_a_canonical_slot_does_not_depend_on_tp_or_encoding(
+    case: Any, tp: int, encodings: Any
+) -> None:
     """What one TP size wrote another reads: equal logical bytes at equal slot positions."""
     layers, _, _, blocks = case
     totals = [layer.max_tp_shards or 1 for layer in layers]
     slots = []
-    for size in (1, tp):
+    for size, encoding in zip((1, tp), encodings[:2], strict=True):
+        halves = encoding.startswith("halves")
         specs = [
             LayerSpec(
                 name=layer.name,
                 kind="full_attention",
                 block_size=layer.block_size,
                 num_kv_heads=max(1, total // size),
-                head_bytes=layer.head_bytes,
+                head_bytes=layer.head_bytes + 1,
                 max_tp_shards=total,
-                encoding="tokens_first",
+                encoding=encoding,
+                key_bytes=layer.head_bytes if halves else 0,
             )
             for layer, total in zip(layers, totals, strict=True)
         ]

@@ -104,6 +104,8 @@ def test_every_field_separates(changes: dict[str, Any]) -> None:
         (attention(8, block_size=8), Mesh(tp=8, dcp=2)),
         (attention(2), Mesh(tp=2, pp=2)),
         (attention(encoding="tokens_first"), Mesh()),
+        (attention(encoding="halves_heads_first"), Mesh()),
+        (attention(2, encoding="halves_tokens_first", key_bytes=9), Mesh(tp=2)),
         (attention(engine_page_bytes=8192), Mesh()),
         (attention(total_kv_heads=4), Mesh()),
     ],
@@ -112,6 +114,14 @@ def test_topology_and_page_order_do_not_matter_where_pages_are_understood(
     layer: LayerSpec, mesh: Mesh
 ) -> None:
     assert group_fields(group(layer, mesh)) == group_fields(group())
+
+
+def test_where_v_begins_matters_in_pages_kept_whole() -> None:
+    def kept(key_bytes: int) -> Any:
+        layer = attention(2, max_tp_shards=None, encoding="halves_heads_first", key_bytes=key_bytes)
+        return group_fields(group(layer, Mesh(tp=2)))
+
+    assert first_difference(kept(9), kept(10)) == "layers[0].kept_whole.key_bytes"
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,30 @@ def test_an_undeclared_layer_on_a_single_rank_loses_nothing() -> None:
             1,
             [Run("a", 0, 0, 10, 10, 16, 10, 20)],
         ),
+        # All K before all V: one run for each, whose pieces are one state's part.
+        (
+            layer(num_kv_heads=2, max_tp_shards=4, encoding="halves_heads_first", key_bytes=6),
+            Mesh(tp=2),
+            1,
+            [Run("a", 0, 0, 160, 6, 16, 6, 10), Run("a", 0, 96, 166, 4, 16, 4, 10)],
+        ),
+        (
+            layer(num_kv_heads=2, max_tp_shards=2, encoding="halves_tokens_first", key_bytes=6),
+            Mesh(),
+            0,
+            [
+                Run("a", 0, 0, 0, 6, 8, 12, 10),
+                Run("a", 0, 6, 80, 6, 8, 12, 10),
+                Run("a", 0, 96, 6, 4, 8, 8, 10),
+                Run("a", 0, 100, 86, 4, 8, 8, 10),
+            ],
+        ),
+        (
+            layer(num_kv_heads=2, max_tp_shards=2, encoding="halves_heads_first"),
+            Mesh(pcp=2, dcp=2),
+            1,
+            [Run("a", 0, 0, 10, 5, 16, 5, 20), Run("a", 0, 80, 15, 5, 16, 5, 20)],
+        ),
         # Opaque pages are whole, in the order of the shards.
         (layer(max_tp_shards=2, encoding="opaque"), Mesh(tp=4), 1, [Run("a", 0, 0, 80, 80)]),
     ],
@@ -180,6 +204,29 @@ def test_tokens_first_under_dcp_takes_the_fewer_runs(interleave: int, per_head: 
     spec = layer(num_kv_heads=3, max_tp_shards=3, encoding="tokens_first")
     mesh = Mesh(pcp=2, dcp=2, dcp_interleave=interleave)
     assert len(runs(spec, mesh, 0)) == 3 * per_head
+
+
+def copied(spec: LayerSpec, page: bytes) -> bytes:
+    slot = bytearray(spec.page_bytes)
+    for run in runs(spec, Mesh(), 0):
+        for piece in range(run.count):
+            at, to = run.page_offset + piece * run.page_stride, run.slot_offset
+            to += piece * run.slot_stride
+            slot[to : to + run.nbytes] = page[at : at + run.nbytes]
+    return bytes(slot)
+
+
+def test_two_heads_are_not_taken_for_k_and_v() -> None:
+    """Pages of one shape, [2, 2, ...]: which of the axes are the heads is said, not guessed."""
+    two = {"num_kv_heads": 2, "max_tp_shards": 2, "block_size": 2, "head_bytes": 2}
+    slot = b"kvKVlwLW"  # heads k and l, their second state in capitals, v and w the V of each
+    for encoding, page in (
+        ("heads_first", b"kvKVlwLW"),
+        ("tokens_first", b"kvlwKVLW"),
+        ("halves_heads_first", b"kKlLvVwW"),
+        ("halves_tokens_first", b"klKLvwVW"),
+    ):
+        assert copied(layer(encoding=encoding, **two), page) == slot
 
 
 def test_states_that_span_token_shards_keep_pages_whole() -> None:

@@ -248,6 +248,14 @@ def test_the_fingerprint_covers_everything() -> None:
                 {"tokens_per_state": 2},
             )
         ),
+        *(
+            plan([GroupSpec.of(0, [layers[0], replace(layers[1], **changes)])], Mesh(tp=2), options)
+            for changes in (
+                {"encoding": "halves_heads_first"},
+                {"encoding": "halves_tokens_first"},
+                {"encoding": "halves_heads_first", "key_bytes": 1},
+            )
+        ),
     ]
     assert len({p.fingerprint for p in plans}) == len(plans)
 

@@ -142,6 +142,24 @@ def test_only_states_are_declared_replicated_and_only_equal_pages_are_whole() ->
     assert state(tp_replicated=True, encoding="whole_page").tp_replicated
 
 
+@pytest.mark.parametrize("encoding", ["halves_heads_first", "halves_tokens_first"])
+def test_halves_say_where_v_begins(encoding: Any) -> None:
+    assert attention(encoding=encoding, head_bytes=10).key_bytes == 5
+    assert attention(encoding=encoding, head_bytes=10, key_bytes=9).key_bytes == 9
+    for head_bytes, key_bytes in ((10, 10), (10, -1), (10, True), (9, 0), (1, 0)):
+        with pytest.raises(ConfigError, match="'a' key_bytes"):
+            attention(encoding=encoding, head_bytes=head_bytes, key_bytes=key_bytes)
+    with pytest.raises(ConfigError, match=r"'m' encoding.*no K and V"):
+        mla(encoding=encoding)
+
+
+@pytest.mark.parametrize("encoding", ["heads_first", "tokens_first", "opaque"])
+def test_only_halves_have_key_bytes(encoding: Any) -> None:
+    assert attention(encoding=encoding).key_bytes == 0
+    with pytest.raises(ConfigError, match=r"'a' key_bytes=5.*together"):
+        attention(encoding=encoding, key_bytes=5)
+
+
 def test_specs_are_frozen_values() -> None:
     assert attention() == attention()
     with pytest.raises(FrozenInstanceError):

@@ -26,7 +26,7 @@ from kvfold.copy.cpu import Bytes, CpuCopier, LayerPages
 from kvfold.errors import ConfigError
 from kvfold.mesh import Mesh
 from kvfold.plan import OffloadPlan, PlanOptions, plan
-from kvfold.spec import Encoding, GroupSpec, LayerSpec
+from kvfold.spec import HALVES, Encoding, GroupSpec, LayerSpec
 from kvfold.testing.cluster_copy import Joined, Loaded, Stored
 from kvfold.testing.cluster_store import Shelf
 from kvfold.testing.cluster_truth import Seat, Truth, seats
@@ -37,6 +37,11 @@ LAYOUTS: Final[dict[str, tuple[bool, Encoding]]] = {
     "LBNHC": (False, "tokens_first"),
     "BLHNC": (True, "heads_first"),
     "BLNHC": (True, "tokens_first"),
+}
+#: The same orders in pages that have all K before all V, which no layout's name tells.
+_IN_HALVES: Final[dict[Encoding, Encoding]] = {
+    "heads_first": "halves_heads_first",
+    "tokens_first": "halves_tokens_first",
 }
 FILLER, WIPED = 0xA5, 0x5A
 NOBODYS = -1
@@ -55,6 +60,7 @@ class Difference(NamedTuple):
 def in_layout(groups: Sequence[GroupSpec], layout: str) -> tuple[GroupSpec, ...]:
     """Return `groups` with the order inside pages that `layout` names, where it is understood.
 
+    Pages in halves remain so.
     Raises `ConfigError` for a name that is not one of `LAYOUTS`.
     """
     if layout not in LAYOUTS:
@@ -62,8 +68,9 @@ def in_layout(groups: Sequence[GroupSpec], layout: str) -> tuple[GroupSpec, ...]
     order = LAYOUTS[layout][1]
 
     def turned(spec: LayerSpec) -> LayerSpec:
-        free = spec.encoding in ("heads_first", "tokens_first")
-        return replace(spec, encoding=order) if free else spec
+        if spec.encoding in HALVES:
+            return replace(spec, encoding=_IN_HALVES[order])
+        return replace(spec, encoding=order) if spec.encoding in _IN_HALVES else spec
 
     return tuple(replace(g, layers=tuple(map(turned, g.layers))) for g in groups)
 

@@ -116,8 +116,11 @@ class Truth:
         mine = logical[:, first : first + count]
         if len(held.states) < logical.shape[2]:
             mine = mine[:, :, list(held.states)]
-        if layer.encoding == "tokens_first":
+        if layer.encoding in ("tokens_first", "halves_tokens_first"):
             mine = mine.transpose(0, 2, 1, 3)
+        if layer.encoding.startswith("halves"):
+            halves = np.split(mine, [layer.key_bytes], axis=3)
+            return np.concatenate([half.reshape(self.blocks, -1) for half in halves], axis=1)
         return mine.reshape(self.blocks, layer.page_bytes)
 
     def slots(self, layer: LayerSpec, stage: int) -> Bytes | None:
