@@ -45,6 +45,8 @@ ENGINE_ENV = {"OMP_NUM_THREADS": "1"}
 MODEL = {"num_heads": 2, "layers": 16, "head_dim": 128, "hidden": 64, "intermediate": 64}
 """Much cache for little arithmetic: 512 KiB a chunk and KV head."""
 TOKENS = 4
+SHARE = 0.8
+"""Of a phase's time as measured: the next may be faster, and a kill after it would prove little."""
 SLOW_S = 240.0
 """For anything that ends by itself; only a hang takes as long."""
 
@@ -56,7 +58,7 @@ def batch(number: int) -> Batch:
 
 def answers(model: Path, batches: Sequence[Batch]) -> list[list[list[int]]]:
     """What an engine without kvfold says to each batch, as token ids."""
-    with local_engine(model, engine_args=ENGINE_ARGS) as llm:
+    with local_engine(model, engine_args={"block_size": BLOCK}) as llm:
         return [tokens_of(generate(llm, ids, max_tokens=TOKENS)) for ids in batches]
 
 
@@ -160,7 +162,9 @@ class Tally:
     hits: list[int] = field(default_factory=list)
     """Chunks that the next ask after each kill loaded."""
 
-    def __str__(self) -> str:
+    def report(self) -> str:
+        """The figures. Fails if too few kills met anything."""
+        assert 3 * self.inside >= self.kills
         return f"{self.kills} kills, {self.inside} of them in the middle; chunks hit {self.hits}"
 
 
@@ -170,37 +174,24 @@ class Killer:
     def __init__(self, store: Store, seed: int) -> None:
         print(f"moments are drawn with seed {seed}")
         self.store, self.tally, self.random = store, Tally(), random.Random(seed)
-        self._length_s: dict[Phase, float] = {}
+        self._storing_s = SLOW_S
 
     def measure(self, engine: User, batches: Sequence[Batch]) -> None:
-        """See how long storing and loading a batch takes; nobody has asked for these before."""
-        self._length_s.clear()
-        for ids in batches:
-            self._measure(engine, ids, "storing")
-            engine.fill(ids)
-            self._measure(engine, ids, "loading")
-
-    def _measure(self, engine: User, ids: Batch, phase: Phase) -> None:
-        first, begun_s = self._begin(engine, ids, phase)
-        seen, last_s = (first, 1), begun_s
-        # Chunks that find no room are not stored: then nothing happens any more.
-        while time.monotonic() - last_s < 2:
-            status = self.store.status()
-            assert status is not None
-            if (now := progress(status, phase)) != seen:
-                seen, last_s = now, time.monotonic()
-            if seen[0] - first >= ALL_CHUNKS and not seen[1]:
-                break
-        before_s = self._length_s.get(phase, SLOW_S)
-        self._length_s[phase] = min(before_s, last_s - begun_s)
-        engine.finish()
+        """See how long storing a batch takes; nobody has asked for these before."""
+        self._storing_s = min(self._time(engine, ids, "storing") for ids in batches)
 
     def kill(
         self, engine: User, ids: Batch, phase: Phase, strike: Callable[[Status], None]
     ) -> None:
         """Start answering `ids`, and `strike` in the middle of the phase."""
+        length_s = self._storing_s
+        if phase == "loading":
+            engine.fill(ids)
+            length_s = self._time(engine, ids, "loading")
+        self.store.settled(engine.clients, "something is still held")
+        engine.reset()
         first, begun_s = self._begin(engine, ids, phase)
-        moment_s = begun_s + self.random.uniform(0, self._length_s[phase])
+        moment_s = begun_s + self.random.uniform(0, SHARE * length_s)
         time.sleep(max(0.0, moment_s - time.monotonic()))
         status = self.store.status()
         assert status is not None
@@ -213,8 +204,21 @@ class Killer:
             f"kill {self.tally.kills}, {moment_s - begun_s:.3f} s after {phase} began: "
             f"{chunks - first} of {ALL_CHUNKS} chunks done, {running} tickets or jobs open"
         )
-        if not inside:  # the machine is faster than when we measured
-            self._length_s[phase] *= 0.7
+        if phase == "storing" and not inside:  # the machine is faster than when we measured
+            self._storing_s *= 0.7
+
+    def _time(self, engine: User, ids: Batch, phase: Phase) -> float:
+        """Answer `ids`; how long the phase took."""
+        first, begun_s = self._begin(engine, ids, phase)
+        seen, last_s = (first, 1), begun_s
+        # Chunks that find no room are not stored: then nothing happens any more.
+        while (seen[0] - first < ALL_CHUNKS or seen[1]) and time.monotonic() - last_s < 2:
+            status = self.store.status()
+            assert status is not None
+            if (now := progress(status, phase)) != seen:
+                seen, last_s = now, time.monotonic()
+        engine.finish()
+        return last_s - begun_s
 
     def _begin(self, engine: User, ids: Batch, phase: Phase) -> tuple[int, float]:
         """Send a step and wait until its phase begins; the chunks before it, and the time."""

@@ -96,21 +96,18 @@ def start(folder: Path, settings: dict[str, Any], log: Path, env: Any = (), tp: 
 
 @dataclass(frozen=True)
 class Given:
-    """What a test of engines that follow one another is given."""
+    """What a test is given."""
 
     model: Callable[[int], tuple[Path, list[Any]]]
     settings: dict[str, Any]
     store: Store
+    killer: Killer
     log: Path
-
-    @property
-    def digests(self) -> Path:
-        return Path(self.settings["digest_dir"])
 
 
 @pytest.fixture
 def given(model, settings, store, engine_log) -> Given:
-    return Given(model, settings, store, engine_log)
+    return Given(model, settings, store, Killer(store, SEED), engine_log)
 
 
 def phase_of(number: int) -> Phase:
@@ -127,25 +124,23 @@ def pids(status: Status, role: str) -> list[int]:
 
 
 @pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
-def test_a_killed_store_costs_only_hits(private, model, settings, store, engine_log):
+def test_a_killed_store_costs_only_hits(private, given):
     """One engine loses its store again and again, answers, and finds a new one."""
-    folder, right = model(2)
+    folder, right = given.model(2)
+    settings, store, killer = given.settings, given.store, given.killer
     if private:  # all in memory, for this engine alone
         settings = {k: v for k, v in settings.items() if not k.startswith("disk")}
         settings |= {"private": True, "host": "256MiB"}
-    killer = Killer(store, SEED)
 
     def strike(status: Status) -> None:
         os.kill(status["pid"], signal.SIGKILL)
         wait_gone(status["pid"])
 
-    with start(folder, settings, engine_log, PROCESSES) as running:
+    with start(folder, settings, given.log, PROCESSES) as running:
         engine = User(running, store, clients=2)
         killer.measure(engine, BATCHES[:2])
         for number in range(KILLS):
             phase, ids, answer = phase_of(number), BATCHES[2 + number // 2], right[2 + number // 2]
-            if phase == "loading":
-                engine.fill(ids)
             killer.kill(engine, ids, phase, strike)
             assert engine.finish()[0] == answer
             status = store.settled(2, f"kill {number}: no store again")
@@ -163,7 +158,7 @@ def test_a_killed_store_costs_only_hits(private, model, settings, store, engine_
     else:
         store.settled(0, "something is held for nobody")
         store.stop()
-    print(killer.tally, check_bytes(Path(settings["digest_dir"])), sep="\n")
+    print(killer.tally.report(), check_bytes(Path(settings["digest_dir"])), sep="\n")
 
 
 # ---------------------------------------------------------------- engines and workers
@@ -172,43 +167,37 @@ Strike = Callable[[Engine, Status], None]
 
 
 def relay(
-    heads: int,
-    tp: int,
-    kills: range,
-    killer: Killer,
-    victims: Callable[[int], tuple[dict[str, str], Strike]],
-    given: Given,
+    heads: int, tp: int, victims: Callable[[int], tuple[dict[str, str], Strike]], given: Given
 ) -> None:
     """Engines follow one another on one store; each finds what the last left, and is killed.
 
     `victims(n)` tells the n-th engine's environment and how to kill it.
     """
     folder, right = given.model(heads)
-    for number in (*kills, None):
-        env, strike = ({}, kill_all) if number is None else victims(number)
+    store, killer, clients = given.store, given.killer, tp + 1
+    for number in range(KILLS + 1):
+        env, strike = victims(number)
         with start(folder, given.settings, given.log, env, tp) as running:
-            clients = tp + 1
-            engine = User(running, given.store, clients)
-            if number == kills[0]:
-                killer.measure(engine, BATCHES[:2])
-            else:
-                last = kills[-1] if number is None else number - 1
-                tokens, hits = engine.ask(BATCHES[2 + last // 2])
-                assert tokens == right[2 + last // 2]
-                assert hits == ALL_CHUNKS or phase_of(last) == "storing"
+            engine = User(running, store, clients)
+            if number:
+                tokens, hits = engine.ask(BATCHES[2 + (number - 1) // 2])
+                assert tokens == right[2 + (number - 1) // 2]
+                assert hits == ALL_CHUNKS or phase_of(number - 1) == "storing"
                 killer.tally.hits.append(hits)
-            if number is None:
-                given.store.settled(clients, "something is still held")
-                break
-            phase, ids = phase_of(number), BATCHES[2 + number // 2]
-            if phase == "loading":
-                engine.fill(ids)
-            given.store.settled(clients, "something is still held")
+            else:
+                killer.measure(engine, BATCHES[:2])
             with engines_own_memory_removed(running.pid):
-                killer.kill(engine, ids, phase, partial(strike, running))
-                # What is left of the engine ends by itself.
-                given.store.settled(0, f"kill {number}: something is held for the dead")
+                if number < KILLS:
+                    ids = BATCHES[2 + number // 2]
+                    killer.kill(engine, ids, phase_of(number), partial(strike, running))
+                    # What is left of the engine ends by itself.
+                    store.settled(0, f"kill {number}: something is held for the dead")
+                else:
+                    store.settled(clients, "something is still held")
                 running.kill()
+    store.settled(0, "something is held for the dead")
+    store.stop()
+    print(killer.tally.report(), check_bytes(Path(given.settings["digest_dir"])), sep="\n")
 
 
 def kill_all(engine: Engine, status: Status) -> None:
@@ -217,36 +206,24 @@ def kill_all(engine: Engine, status: Status) -> None:
 
 def kill_core(engine: Engine, status: Status) -> None:
     """Only the process of the scheduler; its worker and its user live on for a while."""
-    (core,) = pids(status, "scheduler")
-    (worker,) = pids(status, "worker")
+    (core,), (worker,) = pids(status, "scheduler"), pids(status, "worker")
     assert len({engine.pid, core, worker}) == 3
     os.kill(core, signal.SIGKILL)
 
 
 def test_a_killed_engine_s_store_serves_the_next(given):
     """Two of the whole engine, two of its scheduler alone, and so on."""
-    killer = Killer(given.store, SEED)
 
     def victims(number: int) -> tuple[dict[str, str], Strike]:
         return (PROCESSES, kill_core) if number // 2 % 2 else ({}, kill_all)
 
-    relay(2, 1, range(KILLS), killer, victims, given)
-    given.store.stop()
-    print(killer.tally, check_bytes(given.digests), sep="\n")
+    relay(2, 1, victims, given)
 
 
 def test_a_killed_worker_s_store_serves_the_next_engine(given):
-    """Of two ranks that hold the same cache, each of which writes a part of every chunk, one dies;
-    then of two that hold one KV head each.
-    """
-    killer = Killer(given.store, SEED)
+    """One of two ranks that hold the same cache; each writes a part of every chunk."""
 
     def kill_worker(engine: Engine, status: Status) -> None:
-        os.kill(killer.random.choice(pids(status, "worker")), signal.SIGKILL)
+        os.kill(given.killer.random.choice(pids(status, "worker")), signal.SIGKILL)
 
-    half = KILLS // 4 * 2
-    for heads, kills in ((1, range(half)), (2, range(half, KILLS))):
-        if kills:
-            relay(heads, 2, kills, killer, lambda number: ({}, kill_worker), given)
-    given.store.stop()
-    print(killer.tally, check_bytes(given.digests), sep="\n")
+    relay(1, 2, lambda number: ({}, kill_worker), given)
