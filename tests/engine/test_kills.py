@@ -74,6 +74,7 @@ def settings(tmp_runtime: Path, tmp_path: Path, no_leaks: None) -> dict[str, Any
 def store(settings: dict[str, Any]) -> Iterator[Store]:
     found = Store(Path(settings["runtime_dir"]))
     yield found
+    found.close()
     if found.status() is not None:  # only after a failure
         found.stop()
 
