@@ -222,7 +222,9 @@ class Peer:
 class World:
     """A core with an arena of `slots` host slots and a disk of `disk_slots` (0: no disk)."""
 
-    def __init__(self, slots: int = 16, disk_slots: int = 0, slot_bytes: int = SLOT) -> None:
+    def __init__(
+        self, slots: int = 16, disk_slots: int = 0, slot_bytes: int = SLOT, scanned: bool = True
+    ) -> None:
         self.now_s = 1000.0
         self.arena = Arena(slots * slot_bytes, populate=False)
         self.slot_bytes = slot_bytes
@@ -238,6 +240,8 @@ class World:
             self._stop,
         )  # type: ignore[arg-type]
         self._next_number = 0
+        if scanned:
+            self.core.scan_finished()
 
     def _send(self, number: int, message: Message) -> None:
         self.peers[number].inbox.append(message)

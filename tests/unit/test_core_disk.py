@@ -235,6 +235,29 @@ def test_found_chunks_are_served_and_evicted_oldest_first() -> None:
     assert world.orders(1)[0].sequence > 3
 
 
+def test_nothing_is_overwritten_and_nothing_given_up_before_the_scan_has_ended() -> None:
+    world = World(slots=8, disk_slots=3, scanned=False)
+    assert world.disk is not None
+    found = [world.disk.put(n, sequence=n) for n in (3, 1, 2)]
+    worker = world.connect()
+    worker.store(1, 50)
+    world.run_disk()
+    world.core.found(found[:1])  # the latest
+    worker.store(2, 51)
+    world.run_disk()
+    assert disk_figures(world)["skipped_chunks"] == disk_figures(world)["evicted_chunks"] == 0
+    drained: list[Drained] = []
+    world.core.flush(drained.append)
+    world.run_disk()
+    assert not drained
+    world.core.found(found[1:])
+    world.core.scan_finished()
+    world.run_disk()
+    world.check()
+    assert drained == [Drained(2, 0)]
+    assert worker.lookup(1, 2, 3, 50, 51) == [0, 0, 1, 2, 2]
+
+
 def test_of_two_slots_with_one_key_the_later_stays() -> None:
     world = World(slots=8, disk_slots=20)
     assert world.disk is not None

@@ -314,10 +314,13 @@ class ChunkTable:
         idle: Bools = (self.state[entries] != READING) & (self.disk_slot[entries] >= 0)
         return idle
 
-    def take_disk(self, cls: SlotClass) -> int:
-        """A disk slot, free or of the least recently used chunk, or -1. Raises `OSError`."""
+    def take_disk(self, cls: SlotClass, *, evict: bool = True) -> int:
+        """A disk slot, free or (if `evict`) of the least recently used chunk, or -1.
+
+        Raises `OSError`.
+        """
         assert self.disk is not None
-        while (slot := self.disk.alloc(cls.slot_bytes)) < 0:
+        while (slot := self.disk.alloc(cls.slot_bytes)) < 0 and evict:
             tried = self._others_are_older([c.disk_order for c in self.classes], cls)
             if tried and self._steal_disk(cls):
                 continue

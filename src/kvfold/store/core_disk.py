@@ -2,7 +2,8 @@
 
 A published chunk is queued for writing, pinned, at most a quarter of its class at a time. Over that
 bound it waits its turn unpinned, and is lost to the disk if it is evicted before. When the disk
-fails to write, writing pauses for 1, 2, 4 ... 60 s, and what was queued waits in the same way.
+fails to write, writing pauses for 1, 2, 4 ... 60 s, and what was queued waits in the same way. So
+does what finds no free slot while a restarted store still scans its disk.
 """
 
 from __future__ import annotations
@@ -205,13 +206,15 @@ class DiskQueue:
     def _write_order(self, entry: int) -> Order | None:
         table = self._table
         try:
-            slot = -1 if self.paused else table.take_disk(table.classes[table.cls[entry]])
+            cls = table.classes[table.cls[entry]]
+            # Until the scan has ended nobody knows what was used least recently.
+            slot = -1 if self.paused else table.take_disk(cls, evict=not self.scanning)
         except OSError as error:
             self._pause(error)
             slot = -1
         if slot < 0:
             self._unqueue(entry)
-            if self.paused:
+            if self.paused or self.scanning:
                 self._later.append(entry)
             else:  # every disk slot of the class is being read
                 self.skipped += 1
