@@ -120,15 +120,18 @@ class Store:
             raise AssertionError(f"{what}: {json.dumps(last[0])}") from None
         return status
 
-    def stop(self) -> Status:
-        """Flush and stop the store; return its last status."""
-        status = self.status()
-        assert status is not None
+    def flush(self) -> None:
+        """Have everything written to disk, if there is one."""
+        assert self.status() is not None
         assert self._client is not None
         self._client.flush(SLOW_S)
+
+    def stop(self) -> None:
+        """Flush and stop the store."""
+        self.flush()
+        assert self._client is not None
         self._client.stop(True, SLOW_S)
         self.close()
-        return status
 
 
 def unsettled(status: Status) -> dict[str, Any]:
@@ -273,9 +276,10 @@ class User:
         eventually(reset, "blocks are held for ever")
 
     def fill(self, ids: Batch) -> None:
-        """Ask until all chunks are stored and settled."""
+        """Ask until all chunks are stored, on disk too, and settled."""
         for _ in range(5):
             self.store.settled(self.clients, "storing never ended")
+            self.store.flush()
             if self.ask(ids)[1] == ALL_CHUNKS:
                 self.store.settled(self.clients, "loading never ended")
                 self.reset()
