@@ -236,6 +236,11 @@ class OffloadPlan:
         )
 
     @cached_property
+    def stored(self) -> tuple[GroupPlan, ...]:
+        """The groups that take part, in order; a group's number in the store is its place here."""
+        return tuple(group for group in self.groups if group.participating)
+
+    @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What may cost folding, one text per layer that declares too little."""
         found = (la.placement.warning for g in self.groups for la in g.layers)
@@ -274,6 +279,7 @@ class OffloadPlan:
                     "is_draft": source.is_draft,
                     "prefix_cacheable": source.prefix_cacheable,
                     "stages": list(source.stages),
+                    "blocks_per_chunk": source.blocks_per_chunk,
                     "layers": [asdict(layer) for layer in source.layers],
                     "derived": _derived(group),
                 }
@@ -299,6 +305,7 @@ class OffloadPlan:
                     tuple(g["stages"]),
                     g["prefix_cacheable"],
                     g["is_draft"],
+                    g["blocks_per_chunk"],
                 )
                 for g in data["groups"]
             ]
@@ -350,7 +357,7 @@ def round_up(nbytes: int) -> int:
 
 
 def _plan_group(group: GroupSpec, mesh: Mesh, options: PlanOptions) -> GroupPlan:
-    blocks = options.blocks_per_chunk
+    blocks = group.blocks_per_chunk or options.blocks_per_chunk
     if not group.prefix_cacheable:
         return GroupPlan(group.index, group.is_draft, False, mesh, blocks, 0, 0, 0, 1, ())
     layers: list[LayerPlan] = []

@@ -230,7 +230,8 @@ class GroupSpec:
 
     `index` is the engine's group number. A draft layer inside the target's own group is given as
     a second `GroupSpec` with the same index and `is_draft=True`. A group outside prefix caching
-    keeps its position and takes part in nothing.
+    keeps its position and takes part in nothing. `blocks_per_chunk` is this group's own, if it
+    differs from the plan's.
     """
 
     index: int
@@ -238,6 +239,7 @@ class GroupSpec:
     stages: tuple[int, ...] = ()
     prefix_cacheable: bool = True
     is_draft: bool = False
+    blocks_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -247,6 +249,13 @@ class GroupSpec:
         if len(self.stages) != len(self.layers):
             raise ConfigError(
                 f"group {self.index} stages", self.stages, f"one of {len(self.layers)} layers each"
+            )
+        blocks = self.blocks_per_chunk
+        if blocks is not None and (
+            isinstance(blocks, bool) or not isinstance(blocks, int) or not 1 <= blocks <= 1 << 20
+        ):
+            raise ConfigError(
+                f"group {self.index} blocks_per_chunk", blocks, "a whole number from 1 to 1,048,576"
             )
         if self.prefix_cacheable:
             check_same_span(self.layers)

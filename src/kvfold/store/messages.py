@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 from kvfold.errors import FormatError
 
-VERSION = 1
+VERSION = 2
 KEY_BYTES = 32
 MAX_FRAME_BYTES = 16 << 20
 MAX_KEYS = 65_536
 MAX_RANKS = 64
 MAX_GROUPS = 64
+MAX_REQUEST_CHARS = 512
+MAX_RECORD_BYTES = 16 << 10
+MAX_RECORDS = 4096
 
 # Marks in `Verdicts.offsets`, in place of a byte offset into the arena.
 EXISTS = 2**64 - 1
@@ -44,6 +47,7 @@ Indices = Annotated[bytes, Meta(max_length=MAX_KEYS * 4)]
 Words = Annotated[bytes, Meta(max_length=MAX_KEYS * 8)]
 Audit = Annotated[bytes, Meta(max_length=MAX_KEYS * 12)]
 SlotBytes = Annotated[int, Meta(ge=1, le=1 << 40)]
+CopiesBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 Keys64 = NDArray[np.uint64]
 Message_ = TypeVar("Message_")
@@ -57,6 +61,7 @@ class Group(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """One cache group of an engine: slot and payload in bytes, namespace, identity in clear.
 
     `durable=False` keeps the group's chunks off the disk (their keys mean nothing later).
+    `copies_bytes`: what the engine's own TP copies of one chunk would take; 0: not told.
     """
 
     slot_bytes: SlotBytes
@@ -64,6 +69,7 @@ class Group(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     namespace: Digest
     text: Annotated[str, Meta(max_length=1 << 18)]
     durable: bool = True
+    copies_bytes: CopiesBytes = 0
 
 
 class Hello(Message, frozen=True):
@@ -129,6 +135,17 @@ class Stop(Message, frozen=True):
     drain: bool
 
 
+class Tell(Message, frozen=True):
+    request: Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_CHARS)]
+    record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
+
+
+class Why(Message, frozen=True):
+    rid: Number
+    request: Annotated[str, Meta(max_length=MAX_REQUEST_CHARS)]
+    last: Annotated[int, Meta(ge=0, le=MAX_RECORDS)]
+
+
 class Bye(Message, frozen=True):
     pass
 
@@ -178,7 +195,21 @@ class Report(Message, frozen=True):
     json: bytes
 
 
-FromClient = Hello | Lookup | OpenTicket | Ack | Done | Ask | Commit | Status | Flush | Stop | Bye
+FromClient = (
+    Hello
+    | Lookup
+    | OpenTicket
+    | Ack
+    | Done
+    | Ask
+    | Commit
+    | Tell
+    | Status
+    | Why
+    | Flush
+    | Stop
+    | Bye
+)
 FromStore = Welcome | Refused | Tiers | Ready | Failed | Released | Verdicts | Report
 
 client_decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)

@@ -17,25 +17,42 @@ NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
-class LoadOrder:
-    """Fill blocks from a ticket's chunks.
+class LoadPart:
+    """One group's chunks of a load.
 
-    `blocks` has shape (chunks, blocks per chunk); row i belongs to key i of the ticket.
-    `store` is the store the ticket was opened on ("" if there was none: the load fails at once).
+    `group` is the group's number in the store (its place in `OffloadPlan.stored`). `blocks` has
+    shape (chunks, blocks per chunk of the group); row i belongs to key i of the ticket. An
+    `optional` part (a draft's) may fail without failing the load.
     """
 
     ticket: int
-    req_id: str
-    store: str
+    group: int
     keys: bytes
     blocks: NDArray[np.int32]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Fill a request's blocks, of all groups or of none.
+
+    `store` is the store that the tickets were opened on ("" if there was none: the load fails at
+    once). `load` numbers the load; a load without parts fails at once, too.
+    """
+
+    load: int
+    req_id: str
+    store: str
+    parts: tuple[LoadPart, ...]
 
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """Offer chunks to the store: key i belongs to row i of `blocks` (chunks, blocks per chunk)."""
+    """Offer one group's chunks to the store: key i belongs to row i of `blocks` (chunks, blocks per
+    chunk of the group)."""
 
     job: int
+    group: int
     namespace: bytes
     keys: bytes
     blocks: NDArray[np.int32]
@@ -56,30 +73,33 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class LoadFailure:
-    """A load that failed: chunk `index` of `ticket` is the first that could not be had."""
+    """A load that failed: chunk `index` of part `part` is the first that could not be had."""
 
-    ticket: int
+    load: int
+    part: int
     index: int
     reason: str
 
 
 @dataclass
 class StepResults(KVConnectorWorkerMetadata):
-    """What workers finished since the last step: how many workers per job, failures by request."""
+    """What workers finished since the last step.
+
+    `jobs`: how many workers ended each job. `failures`: per request, those of all workers.
+    `conflicts`: (group, fragment) pairs whose replicas differed.
+    """
 
     jobs: dict[int, int] = field(default_factory=dict)
-    failures: dict[str, LoadFailure] = field(default_factory=dict)
-    conflicts: list[int] = field(default_factory=list)
+    failures: dict[str, list[LoadFailure]] = field(default_factory=dict)
+    conflicts: list[tuple[int, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResults:
-        """Merge another worker's results of the same step; the earlier failure wins."""
+        """Merge another worker's results of the same step."""
         assert isinstance(other, StepResults)
         for job, count in other.jobs.items():
             self.jobs[job] = self.jobs.get(job, 0) + count
-        for req_id, failure in other.failures.items():
-            mine = self.failures.get(req_id)
-            if mine is None or failure.index < mine.index:
-                self.failures[req_id] = failure
+        for req_id, failures in other.failures.items():
+            self.failures.setdefault(req_id, []).extend(failures)
         self.conflicts = sorted({*self.conflicts, *other.conflicts})
         return self
 
