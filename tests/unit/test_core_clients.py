@@ -8,7 +8,7 @@ import pytest
 from core_world import SLOT, World, keys
 
 from kvfold.errors import FormatError, StoreRefused
-from kvfold.store.messages import Bye, Hello, Lookup, OpenTicket, Report, Status, Stop
+from kvfold.store.messages import VERSION, Bye, Hello, Lookup, OpenTicket, Report, Status, Stop
 
 
 def refused(world: World, **changes: object) -> str:
@@ -19,7 +19,7 @@ def refused(world: World, **changes: object) -> str:
 
 
 def test_a_client_of_another_version_is_refused() -> None:
-    assert refused(World(), version=2) == "version"
+    assert refused(World(), version=VERSION + 1) == "version"
 
 
 def test_clients_of_one_engine_agree_on_the_plan() -> None:

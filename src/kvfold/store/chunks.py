@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 # What `Tiers` says of each state: 0 absent, 1 disk, 2 host.
-_TIER = np.array([0, 0, 1, 2, 1], np.uint8)
+TIER_OF_STATE = np.array([0, 0, 1, 2, 1], np.uint8)
 _FIRST_CAPACITY = 1 << 12
 # Making room for entries in advance costs memory only when used, but is cheaper than growing.
 _RESERVE_AT_MOST = 1 << 20
@@ -107,6 +107,10 @@ class ChunkTable:
             self.namespaces.append(digest)
         return number
 
+    def known_namespace(self, digest: bytes) -> int | None:
+        """The namespace's number if any chunk ever had it."""
+        return self._namespace_numbers.get(digest)
+
     def _grow(self, capacity: int) -> None:
         old = self.capacity
         self.index.grow(capacity)
@@ -178,7 +182,7 @@ class ChunkTable:
         """One byte per key: 0 absent, 1 disk, 2 host. What is found counts as used."""
         entries = self.index.find(keys)
         present = entries >= 0
-        tiers = np.where(present, _TIER[self.state[entries]], 0).astype(np.uint8)
+        tiers = np.where(present, TIER_OF_STATE[self.state[entries]], 0).astype(np.uint8)
         self.touch(entries[present])
         return tiers.tobytes()
 

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -29,6 +29,8 @@ from kvfold.store.messages import (
     EXISTS,
     KEY_BYTES,
     MAX_KEYS,
+    MAX_RECORD_BYTES,
+    MAX_REQUEST_CHARS,
     NO_FRAGMENT,
     NO_ROOM,
     REFUSED,
@@ -51,10 +53,13 @@ from kvfold.store.messages import (
     Report,
     Status,
     Stop,
+    Tell,
     Tiers,
+    Why,
 )
 from kvfold.store.messages import Verdicts as VerdictsMessage
 from kvfold.store.settings import StoreSettings
+from kvfold.store.whynot import explain
 from kvfold.store.wire import Wire
 
 __all__ = [
@@ -197,6 +202,17 @@ class StoreClient:
         """
         self._wire.send(OpenTicket(ticket, group, namespace, keys, readers))
 
+    def tell(self, request: str, record: Mapping[str, Any]) -> None:
+        """Let the store know how a request went, for `kvfold why`. Silent if the store is gone.
+
+        Of a record that is too long only the first misses and short texts are told.
+        """
+        if not request:
+            return
+        name = request[:MAX_REQUEST_CHARS].encode(errors="replace").decode()
+        with suppress(StoreGone):
+            self._wire.send(Tell(name, _fitting(record)))
+
     # ---- worker -----------------------------------------------------------------------------
 
     def ack(self, ticket: int, indices: NDArray[np.uint32]) -> None:
@@ -258,6 +274,16 @@ class StoreClient:
     def status(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """The store's figures. Raises `StoreGone`."""
         return self._report(Status, timeout_s)
+
+    def why(self, request: str, timeout_s: float = 10.0, *, last: int = 0) -> dict[str, Any]:
+        """What engines told of a request, named in full or in part. Raises `StoreGone`.
+
+        `record` (None unless exactly one request fits) is as told; each of its `misses` also has
+        `elsewhere` and `near` (see `whynot.explain`). `matches`: all that fit, in short; for an
+        empty `request` the `last` ones. `matching`: how many fit; `kept`, `since_s`: how many
+        records the store has, and the unix time of the oldest.
+        """
+        return explain(self._report(lambda rid: Why(rid, request, last), timeout_s))
 
     def flush(self, timeout_s: float) -> dict[str, Any]:
         """Write everything to disk; how that went. Raises `StoreGone`, also when late."""
@@ -346,3 +372,23 @@ class StoreClient:
                 self._callbacks.on_gone()
             except Exception:
                 log.exception("a callback of the store's client failed")
+
+
+_LONG_TEXT = 200
+
+
+def _fitting(record: Mapping[str, Any]) -> bytes:
+    """A record's JSON, shortened until it fits a message."""
+    misses = list(record.get("misses") or [])
+    content = dict(record)
+    while True:
+        encoded = json.dumps(content, default=str).encode()
+        if len(encoded) <= MAX_RECORD_BYTES:
+            return encoded
+        if misses:
+            misses = misses[: len(misses) // 2]
+            content["misses"] = misses
+        elif any(isinstance(v, str) and len(v) > _LONG_TEXT for v in content.values()):
+            content = {k: v[:_LONG_TEXT] if isinstance(v, str) else v for k, v in content.items()}
+        else:
+            return json.dumps({"outcome": "unknown", "reason": "its record is too long"}).encode()

@@ -20,8 +20,10 @@ from kvfold.store.chunks import READY, ChunkTable, Ints, SlotClass
 from kvfold.store.core_clients import Client, Engine, Quarantine, Send
 from kvfold.store.core_disk import DiskQueue, Drained, Order, Sync
 from kvfold.store.core_status import report
+from kvfold.store.core_why import report_why
 from kvfold.store.disk import DiskTier, Found, ReadOutcome
 from kvfold.store.jobs import JobBook
+from kvfold.store.latency import Latency
 from kvfold.store.messages import (
     VERSION,
     Ack,
@@ -37,11 +39,19 @@ from kvfold.store.messages import (
     Report,
     Status,
     Stop,
+    Tell,
     Tiers,
     Welcome,
+    Why,
     as_keys,
 )
+from kvfold.store.namespaces import NamespaceBook
+from kvfold.store.records import RecordBook
+from kvfold.store.tally import Tally, tally
 from kvfold.store.tickets import TicketBook
+
+# Counts what the store holds without stopping it, then hands the tally over in the store's loop.
+Count = Callable[[Callable[[], Tally], Callable[[Tally], None]], None]
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class StoreCore:
         stop: Callable[[], None] = lambda: None,
         sync: Sync = lambda done: done(True),
         pid: int = 0,
+        count: Count = lambda work, done: done(work()),
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self.pid = pid
@@ -77,16 +88,24 @@ class StoreCore:
         self.jobs = JobBook(
             self.table, self.quarantine, send, self._published, settings.job_deadline_s
         )
+        self.namespaces = NamespaceBook()
+        self.records = RecordBook()
         self.clients: dict[int, Client] = {}
         self.engines: dict[str, Engine] = {}
         self.stopping = False
         self.stored_chunks = 0
         self.stored_bytes = 0
+        self.stored_copies_bytes = 0
         self.lookups = 0
         self.looked_up_keys = 0
+        self.found_host_keys = 0
+        self.found_disk_keys = 0
+        self.lookup_latency = Latency()
+        self.requests_told = 0
         self.malformed = 0
         self._send = send
         self._stop = stop
+        self._count = count
 
     # ---- clients ----------------------------------------------------------------------------
 
@@ -114,6 +133,8 @@ class StoreCore:
                     f"{hello.role} {hello.rank} of engine {hello.engine!r} is process {other.pid}",
                 )
         groups = [(group, self._use_group(group)) for group in hello.groups]
+        for group in hello.groups:
+            self.namespaces.learn(group.namespace, group.text, copies_bytes=group.copies_bytes)
         client = Client(number, pid, hello.role, hello.rank, engine, groups)
         self.clients[number] = client
         if hello.role != "tool":
@@ -195,14 +216,25 @@ class StoreCore:
             case Done() if client.role == "worker":
                 self.tickets.done(client, message, now_s)
             case Ask() if client.role == "worker":
+                self._learn_epoch(client, message)
                 self.jobs.ask(client, message, now_s)
             case Commit() if client.role == "worker":
                 self.jobs.commit(client, message)
             case OpenTicket() if client.role == "scheduler":
                 self.tickets.open_ticket(client, message, now_s)
                 return
+            case Tell() if client.role == "scheduler":
+                texts = [group.text for group, _ in client.groups]
+                self.records.tell(client.engine.name, message.request, message.record, texts)
+                self.requests_told += 1
+                return
             case Status():
-                self._report(number, message.rid, self.status())
+                self.status_later(lambda status: self._report(number, message.rid, status))
+                return
+            case Why() if client.role == "tool":
+                self._tally_later(
+                    lambda t: self._report(number, message.rid, report_why(self, message, t))
+                )
                 return
             case Flush():
                 self.flush(lambda drained: self._report(number, message.rid, _told(drained)))
@@ -213,10 +245,23 @@ class StoreCore:
         self.tickets.wake()
 
     def _lookup(self, number: int, message: Lookup) -> None:
+        began_s = self.clock()
         keys = as_keys(message.keys)
+        tiers = self.table.tiers(keys)
         self.lookups += 1
         self.looked_up_keys += len(keys)
-        self._send(number, Tiers(message.rid, self.table.tiers(keys)))
+        self.found_disk_keys += tiers.count(1)
+        self.found_host_keys += tiers.count(2)
+        self._send(number, Tiers(message.rid, tiers))
+        self.lookup_latency.note(self.clock() - began_s)
+
+    def _learn_epoch(self, client: Client, ask: Ask) -> None:
+        """A job under another namespace than its group's stores what a reset has set apart."""
+        group, _ = client.group(ask.group)
+        if ask.namespace != group.namespace and ask.namespace not in self.namespaces:
+            self.namespaces.learn(
+                ask.namespace, group.text, copies_bytes=group.copies_bytes, epoch=True
+            )
 
     def _report(self, number: int, rid: int, content: dict[str, object]) -> None:
         if number in self.clients and self.clients[number].connected:
@@ -225,16 +270,21 @@ class StoreCore:
     def _published(self, entries: Ints) -> None:
         self.stored_chunks += len(entries)
         self.stored_bytes += int(self.table.payload[entries].sum())
+        number = int(self.table.namespace[entries[0]])  # all are of one job
+        copies_bytes = self.namespaces.get(self.table.namespaces[number]).copies_bytes
+        self.stored_copies_bytes += len(entries) * copies_bytes
         self.disk.published(entries)
 
     # ---- disk -------------------------------------------------------------------------------
 
-    def read_done(self, order: Order, outcome: ReadOutcome | OSError) -> None:
+    def read_done(self, order: Order, outcome: ReadOutcome | OSError, took_s: float = 0.0) -> None:
+        self.disk.read_latency.note(took_s)
         reason = self.disk.read_done(order, outcome)
         self.tickets.read_finished(order.entry, reason is None, reason or "", self.clock())
         self.tickets.wake()
 
-    def write_done(self, order: Order, error: OSError | None) -> None:
+    def write_done(self, order: Order, error: OSError | None, took_s: float = 0.0) -> None:
+        self.disk.write_latency.note(took_s)
         self.disk.write_done(order, error)
         self.tickets.wake()
 
@@ -275,8 +325,18 @@ class StoreCore:
         else:
             finish(Drained(0, int(np.count_nonzero(self.table.state == READY))))
 
+    # ---- what people ask --------------------------------------------------------------------
+
     def status(self) -> dict[str, object]:
-        return report(self)
+        """Everything `kvfold store status` and metrics tell; counts every chunk."""
+        return report(self, tally(self.table))
+
+    def status_later(self, done: Callable[[dict[str, object]], None]) -> None:
+        """As `status`, without stopping the store while it counts."""
+        self._tally_later(lambda counted: done(report(self, counted)))
+
+    def _tally_later(self, done: Callable[[Tally], None]) -> None:
+        self._count(lambda: tally(self.table), done)
 
 
 def _told(drained: Drained) -> dict[str, object]:

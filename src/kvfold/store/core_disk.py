@@ -18,6 +18,7 @@ import numpy as np
 
 from kvfold.store.chunks import READY, ChunkTable, Ints, SlotClass
 from kvfold.store.disk import Found, ReadOutcome
+from kvfold.store.latency import Latency
 
 log = logging.getLogger("kvfold.store")
 
@@ -80,6 +81,8 @@ class DiskQueue:
         self.corrupt = 0
         self.failed_reads = 0
         self.failed_writes = 0
+        self.read_latency = Latency()
+        self.write_latency = Latency()
 
     @property
     def paused(self) -> bool:

@@ -43,10 +43,8 @@ def report_why(core: StoreCore, why: Why, tally: Tally) -> dict[str, object]:
     if why.request and len(names) == 1:
         told = found[0]
         record = parsed(told)
-        misses = _misses(record)
-        record["misses"] = misses
-        _add_elsewhere(core.table, misses)
-        for miss in misses:
+        _add_elsewhere(core.table, record["misses"])
+        for miss in record["misses"]:
             group = miss.get("group")
             mine = isinstance(group, int) and 0 <= group < len(told.texts)
             miss["text"] = told.texts[group] if mine else None
@@ -63,22 +61,29 @@ def parsed(told: Told) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         record = {"outcome": "unknown", "reason": "its record is malformed"}
-    return {**record, "request": told.request, "engine": told.engine, "told_s": told.told_s}
+    misses = record.get("misses")
+    listed = misses[:MAX_GROUPS] if isinstance(misses, list) else []
+    return {
+        **_flat(record),
+        "request": told.request,
+        "engine": told.engine,
+        "told_s": told.told_s,
+        "misses": [_flat(miss) for miss in listed if isinstance(miss, dict)],
+    }
+
+
+def _flat(content: dict[str, Any]) -> dict[str, Any]:
+    """Without what no record holds: anything nested."""
+    return {k: v for k, v in content.items() if v is None or isinstance(v, str | int | float)}
 
 
 def _summary(told: Told) -> dict[str, object]:
     record = parsed(told)
-    misses = _misses(record)
+    misses = record["misses"]
     summary: dict[str, object] = {"request": told.request, "engine": told.engine}
     summary |= {name: record.get(name) for name in _SUMMARY}
     summary["miss"] = {k: misses[0].get(k) for k in ("group_name", "reason")} if misses else None
     return summary
-
-
-def _misses(record: dict[str, Any]) -> list[dict[str, Any]]:
-    misses = record.get("misses")
-    listed = misses[:MAX_GROUPS] if isinstance(misses, list) else []
-    return [miss for miss in listed if isinstance(miss, dict)]
 
 
 def _digest(value: object) -> bytes | None:

@@ -106,6 +106,8 @@ class JobBook:
         self.accepting = True
         self.conflicts = 0
         self.no_room = 0
+        self.declined = 0  # chunks whose writer gave them up, as commits say
+        self.abandoned = 0  # chunks whose writer is gone or was silent for too long
 
     def ask(self, client: Client, ask: Ask, now_s: float) -> None:
         """Answer an `Ask`, now or (audited) when everybody has asked. Raises `FormatError`."""
@@ -152,6 +154,7 @@ class JobBook:
         if commit.ok:
             self._publish(job, opened[job.left[opened] == 0])
         else:
+            self.declined += len(opened)
             self._abort(job, opened)
         self._forget_if_over(job)
 
@@ -163,6 +166,7 @@ class JobBook:
             job.waiting = [(c, rid) for c, rid in job.waiting if c is not client]
             mine = np.flatnonzero(job.left & bit)
             opened = mine[job.fate[mine] == OPEN]
+            self.abandoned += len(opened)
             self._abort(job, opened)
             mine = mine[(job.left[mine] & bit) != 0]  # those it was told of
             job.left[mine] &= ~bit
@@ -185,7 +189,9 @@ class JobBook:
                 self._deadlines.append((now_s + self._job_deadline_s, job))
             else:
                 job.expired = True
-                self._abort(job, np.flatnonzero(job.fate == OPEN))
+                late = np.flatnonzero(job.fate == OPEN)
+                self.abandoned += len(late)
+                self._abort(job, late)
             self._forget_if_over(job)
         return self._deadlines[0][0] if self._deadlines else None
 

@@ -7,15 +7,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from kvfold.errors import KvfoldError, StoreError
+from kvfold.errors import ConfigError, KvfoldError, StoreError
 from kvfold.sizes import format_bytes
 from kvfold.store.arena import Arena
 from kvfold.store.disk import DiskTier
 from kvfold.store.launch import try_lock
-from kvfold.store.server import Server, listen
+from kvfold.store.server import MetricsEndpoint, Server, listen
 from kvfold.store.settings import StoreSettings, private_folder
 
 log = logging.getLogger("kvfold.store")
@@ -62,21 +62,39 @@ def make_server(settings: StoreSettings, folder: Path) -> Server:
         # An engine's worker that started us may be pinned to a core of its model; we are not.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     check_memory(settings.host_bytes)
-    disk = None
-    if settings.disk_path is not None:
-        disk = DiskTier(Path(settings.disk_path).absolute(), settings.disk_bytes)
-    try:
+    with ExitStack() as opened:
+        endpoint = None
+        if settings.metrics_port:
+            endpoint = _metrics(settings)
+            opened.callback(endpoint.close)
+        disk = None
+        if settings.disk_path is not None:
+            disk = DiskTier(Path(settings.disk_path).absolute(), settings.disk_bytes)
+            opened.callback(disk.close)
         arena = Arena(settings.host_bytes, populate=settings.populate)
+        opened.callback(arena.close)
         listener = listen(folder)
-    except BaseException:
-        if disk is not None:
-            disk.close()
-        raise
+        opened.pop_all()  # the server closes them
     content = {"pid": os.getpid(), "settings": json.loads(settings.to_json())}
     temporary = folder / "store.json.tmp"
     temporary.write_text(json.dumps(content) + "\n")
     temporary.replace(folder / "store.json")
-    return Server(settings, listener, arena, disk)
+    return Server(settings, listener, arena, disk, endpoint)
+
+
+def _metrics(settings: StoreSettings) -> MetricsEndpoint:
+    """The endpoint that the settings want. Raises `ConfigError` if its address cannot be had."""
+    from kvfold.store.metrics import HttpEndpoint  # with an HTTP server, which most stores lack
+
+    where = f"{settings.metrics_host}:{settings.metrics_port}"
+    try:
+        return HttpEndpoint(settings.metrics_host, settings.metrics_port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            "metrics_port",
+            settings.metrics_port,
+            f"a port that is free: {where} cannot be had ({error}); choose another, or 0 for none",
+        ) from None
 
 
 def _serve(server: Server, folder: Path, ready: Callable[[], None]) -> None:

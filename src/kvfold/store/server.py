@@ -11,9 +11,11 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
-from kvfold.errors import FormatError, StoreRefused
+from kvfold.errors import FormatError, StoreError, StoreRefused
 from kvfold.store.arena import Arena
 from kvfold.store.connection import Connection
 from kvfold.store.core import CoreSettings, StoreCore
@@ -21,6 +23,7 @@ from kvfold.store.core_disk import Drained
 from kvfold.store.disk import DiskTier
 from kvfold.store.messages import Bye, FromClient, Hello, Message, Refused, encode
 from kvfold.store.settings import StoreSettings
+from kvfold.store.tally import Tally
 from kvfold.store.threads import DiskThreads, Wakeup
 
 log = logging.getLogger("kvfold.store")
@@ -30,13 +33,27 @@ _TASK_CHUNKS = 8
 _TASK_BYTES = 4 << 20
 _DRAIN_S = 30.0
 _FIRST_CLIENT_S = 30.0
+_SNAPSHOT_S = 10.0
+
+
+class MetricsEndpoint(Protocol):
+    """Serves what `snapshot` gives, a store's status, from threads of its own."""
+
+    def serve(self, snapshot: Callable[[], dict[str, object]]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Server:
     """Runs one store until it is told to stop, or has had no clients for `linger_s`."""
 
     def __init__(
-        self, settings: StoreSettings, listener: socket.socket, arena: Arena, disk: DiskTier | None
+        self,
+        settings: StoreSettings,
+        listener: socket.socket,
+        arena: Arena,
+        disk: DiskTier | None,
+        endpoint: MetricsEndpoint | None = None,
     ) -> None:
         self._settings = settings
         self._listener = listener
@@ -64,7 +81,11 @@ class Server:
             self._stop,
             self._sync,
             os.getpid(),
+            self._count,
         )
+        # One thread: whoever asks for figures waits for those who asked before.
+        self._counter = ThreadPoolExecutor(1, "kvfold-count")
+        self._endpoint = endpoint
         self._threads: DiskThreads | None = None
         if disk is not None:
             self._threads = DiskThreads(
@@ -75,6 +96,9 @@ class Server:
                 self.core.write_done,
             )
             self._threads.scan(self.core.found, self.core.scan_finished)
+            self._threads.call(lambda: self._recall(disk))
+        if endpoint is not None:
+            endpoint.serve(self.snapshot)
 
     def run(self) -> None:
         """The loop. Returns after a clean stop."""
@@ -109,6 +133,15 @@ class Server:
     def install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.request_stop)
+
+    def snapshot(self) -> dict[str, object]:
+        """The store's status, for any thread but the loop's. Raises `StoreError` if it is late."""
+        status: Future[dict[str, object]] = Future()
+        self._wakeup.put(lambda: self.core.status_later(status.set_result))
+        try:
+            return status.result(_SNAPSHOT_S)
+        except TimeoutError:
+            raise StoreError("the store did not tell its figures in time") from None
 
     # ---- loop parts -------------------------------------------------------------------------
 
@@ -173,6 +206,28 @@ class Server:
 
         threads.call(run)
 
+    def _count(self, work: Callable[[], Tally], done: Callable[[Tally], None]) -> None:
+        def finish(tally: Tally) -> None:
+            try:
+                done(tally)
+            except Exception:
+                log.exception("a report failed")
+
+        def run() -> None:
+            try:
+                tally = work()
+            except Exception:
+                log.exception("the chunks could not be counted")
+                return
+            self._wakeup.put(lambda: finish(tally))
+
+        self._counter.submit(run)
+
+    def _recall(self, disk: DiskTier) -> None:
+        """Read the identities that an earlier store left. On a disk thread."""
+        texts = disk.namespaces()
+        self._wakeup.put(lambda: self.core.namespaces.learn_old(texts))
+
     def _say_goodbye(self) -> None:
         """Send what clients were promised, for a moment at most."""
         until_s = time.monotonic() + 1.0
@@ -180,6 +235,9 @@ class Server:
             connection.flush_until(until_s)
 
     def _close(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._counter.shutdown(cancel_futures=True)
         if self._threads is not None:
             self._threads.close()
         if self._disk is not None:

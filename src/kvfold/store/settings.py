@@ -24,6 +24,9 @@ class StoreSettings:
     linger_s: a shared store without clients ends after so long; `inf` means never.
     job_deadline_s: how long a store job waits for a silent writer.
     populate: touch the whole arena in the background, so that first writes are fast.
+    metrics_port, metrics_host: where the store's process serves Prometheus metrics over HTTP; port
+    0: nowhere. Whoever starts a shared store decides: clients that find it running share it,
+    whatever port they would have chosen.
     """
 
     host_bytes: int
@@ -36,6 +39,8 @@ class StoreSettings:
     linger_s: float = 900.0
     job_deadline_s: float = 60.0
     populate: bool = True
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
 
     def check(self) -> StoreSettings:
         """Return self. Raises `ConfigError` naming the first unusable field."""
@@ -46,6 +51,9 @@ class StoreSettings:
         _bounded("disk_threads", self.disk_threads, 1, 64)
         _bounded("linger_s", self.linger_s, 0, float("inf"))
         _bounded("job_deadline_s", self.job_deadline_s, 0.1, 86_400)
+        _bounded("metrics_port", self.metrics_port, 0, 65_535)
+        if not self.metrics_host:
+            raise ConfigError("metrics_host", self.metrics_host, "an address of this machine")
         if self.disk_path is None:
             if self.disk_bytes:
                 raise ConfigError("disk_bytes", self.disk_bytes, "0, or a disk_path beside it")

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -57,8 +58,8 @@ class DiskThreads:
         disk: DiskTier,
         threads: int,
         wakeup: Wakeup,
-        read_done: Callable[[Order, ReadOutcome | OSError], None],
-        write_done: Callable[[Order, OSError | None], None],
+        read_done: Callable[[Order, ReadOutcome | OSError, float], None],
+        write_done: Callable[[Order, OSError | None, float], None],
     ) -> None:
         self._disk = disk
         self._wakeup = wakeup
@@ -120,19 +121,23 @@ class DiskThreads:
 
     def _report_read(self, order: Order) -> None:
         outcome: ReadOutcome | OSError
+        began_s = time.monotonic()
         try:
             outcome = self._disk.read(order.slot, order.key, order.namespace, order.view)
         except OSError as error:
             outcome = error
-        self._wakeup.put(lambda: self._read_done(order, outcome))
+        took_s = time.monotonic() - began_s
+        self._wakeup.put(lambda: self._read_done(order, outcome, took_s))
 
     def _report_write(self, order: Order) -> None:
         failed: OSError | None = None
+        began_s = time.monotonic()
         try:
             self._disk.write(order.slot, order.key, order.namespace, order.view, order.sequence)
         except OSError as error:
             failed = error
-        self._wakeup.put(lambda: self._write_done(order, failed))
+        took_s = time.monotonic() - began_s
+        self._wakeup.put(lambda: self._write_done(order, failed, took_s))
 
     def _scan(self, found: Callable[[list[Found]], None], finished: Callable[[], None]) -> None:
         # The loop must not drown in batches: at most this many wait for it.

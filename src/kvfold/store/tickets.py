@@ -17,6 +17,7 @@ from kvfold.errors import FormatError
 from kvfold.store.chunks import DISK, READING, READY, ChunkTable, Ints, SlotClass
 from kvfold.store.core_clients import Client, Engine, Send
 from kvfold.store.core_room import window_fits, window_of
+from kvfold.store.latency import Latency
 from kvfold.store.messages import (
     Ack,
     Done,
@@ -58,6 +59,8 @@ class Ticket:
         self.announced = 0
         self.released = 0
         self.done = 0  # ranks that said Done, or are gone
+        self.from_disk = np.zeros(count, np.bool_)  # had to wait for the disk
+        self.opened_s = now_s
         self.moved_s = now_s  # when the store last did something for it
         self.runnable = False
 
@@ -96,8 +99,12 @@ class TicketBook:
         self._tickets: set[Ticket] = set()
         self.accepting = True
         self.failed = 0
+        self.opened = 0
         self.loaded_chunks = 0
         self.loaded_bytes = 0
+        self.loaded_from_disk_chunks = 0
+        self.loaded_from_disk_bytes = 0
+        self.latency = Latency()  # of complete loads, from opening to the last reader's `Done`
 
     @property
     def open(self) -> int:
@@ -122,6 +129,7 @@ class TicketBook:
         self._tickets.add(ticket)
         self._queued.setdefault(ticket.cls, deque()).append(ticket)
         ticket.cls.waiting_tickets += 1
+        self.opened += 1
         early = engine.early_done_mask(ticket.number) & ticket.readers
         absent = ticket.readers & ~engine.connected
         ticket.done = early | absent
@@ -159,6 +167,8 @@ class TicketBook:
         )
         self._send(client.number, Released(message.rid, held))
         self._reader_done(ticket, client, held)
+        if ticket.state == OPEN and ticket not in self._tickets:
+            self.latency.note(now_s - ticket.opened_s)
 
     # ---- clients that go --------------------------------------------------------------------
 
@@ -268,7 +278,9 @@ class TicketBook:
         else:
             self._make_runnable(ticket)
         table.begin_read(entries[cold], slots)
-        for entry in entries[table.state[entries] == READING].tolist():
+        reading = table.state[entries] == READING
+        ticket.from_disk[begin : begin + len(entries)] = reading
+        for entry in entries[reading].tolist():
             self._reading.setdefault(entry, []).append(ticket)
         ticket.entries[begin : begin + len(entries)] = entries
         ticket.taken += len(entries)
@@ -307,8 +319,12 @@ class TicketBook:
         begin = ticket.announced
         ticket.announced += count
         ticket.moved_s = now_s
+        payload = table.payload[pending[:count]]
+        from_disk = ticket.from_disk[begin : begin + count]
         self.loaded_chunks += count
-        self.loaded_bytes += int(table.payload[pending[:count]].sum())
+        self.loaded_bytes += int(payload.sum())
+        self.loaded_from_disk_chunks += int(np.count_nonzero(from_disk))
+        self.loaded_from_disk_bytes += int(payload[from_disk].sum())
         indices = np.arange(begin, begin + count, dtype="<u4").tobytes()
         offsets = table.offsets(pending[:count]).tobytes()
         for client in self._readers(ticket):
