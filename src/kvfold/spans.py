@@ -19,8 +19,8 @@ from dataclasses import replace
 from math import lcm
 
 from kvfold.errors import PlanError
-from kvfold.plan import GroupPlan
 from kvfold.placement import tokens_per_block
+from kvfold.plan import GroupPlan
 from kvfold.spec import CHUNKED_LOCAL, STATE_KINDS, WINDOW_KINDS, GroupSpec, LayerSpec
 
 MAX_PERIOD_TOKENS = 1 << 20
