@@ -38,8 +38,7 @@ test-engine: $(STAMP) ## the tests that start real engines
 
 test-full: export KVFOLD_TEST_FULL := 1
 test-full: $(STAMP) $(OLDER:%=.venv-%/.stamp) ## all tests in their long forms (hours), with every supported vLLM
-	$(BIN)/python -m pytest $(QUICK) $(REAL)
-	set -e; for version in $(OLDER); do .venv-$$version/bin/python -m pytest $(REAL); done
+	set -e; for venv in $(VENV) $(OLDER:%=.venv-%); do $$venv/bin/python -m pytest $(QUICK) $(REAL); done
 
 lint: $(STAMP) ## ruff, mypy --strict and the import contract
 	$(BIN)/ruff check .
