@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvfold import __version__
-from kvfold.cli import demo, plan, selftest, store
+from kvfold.cli import demo, plan, selftest, store, why
 from kvfold.errors import ConfigError, KvfoldError, StoreGone
 
 EXIT_ERROR = 1
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(store.app, name="store")
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("why", epilog=why.EXAMPLES)(why.why)
 app.command("selftest", epilog=selftest.EXAMPLES)(selftest.selftest)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 

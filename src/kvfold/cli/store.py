@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvfold.errors import ConfigError, StoreError, StoreGone
-from kvfold.sizes import format_bytes, parse_bytes
+from kvfold.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvfold.store.client import StoreClient
 
 _WIDTH = 100
@@ -48,11 +46,19 @@ def run(
     linger_s: Annotated[
         float, typer.Option(help="End after so many seconds without engines; 0 means never.")
     ] = 0.0,
+    metrics_port: Annotated[
+        int, typer.Option(help="Serve Prometheus metrics on this port; 0: do not.")
+    ] = 0,
+    metrics_host: Annotated[
+        str, typer.Option(help="The address to serve metrics on; all of the machine: 0.0.0.0.")
+    ] = "127.0.0.1",
     runtime_dir: RuntimeDir = None,
 ) -> None:
     """Run a store in the foreground until it is stopped.
 
     Engines whose settings name the same sizes, folder and name use it instead of starting one.
+    The metrics port is no part of that: an engine that finds this store uses it as it is. Metrics
+    are plain HTTP that everybody who reaches the address may read.
     SIGTERM and Ctrl-C write what is not on disk yet, for 30 s at most, and end it.
     """
     from kvfold.store.process import run_here
@@ -66,26 +72,49 @@ def run(
         runtime_dir=runtime_dir,
         disk_threads=disk_threads,
         linger_s=linger_s or float("inf"),
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
     )
     run_here(settings, lambda folder: print(f"the store listens in {folder}", flush=True))
 
 
-@app.command(epilog="Example: kvfold store status --json | jq .disk.corrupt_chunks")
+_STATUS_EXAMPLES = """
+Examples:
+
+kvfold store status --json | jq .disk.corrupt_chunks
+
+kvfold store status --prometheus > /var/lib/node_exporter/kvfold.prom
+"""
+
+
+@app.command(epilog=_STATUS_EXAMPLES)
 def status(
     name: Name = None,
     folder: Folder = None,
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print metrics in Prometheus' text form.")
+    ] = False,
 ) -> None:
     """Show what the store holds, has done, and who uses it."""
+    if as_json and prometheus:
+        raise ConfigError("--prometheus", True, "one of --json and --prometheus")
     with _Tool(name, folder, runtime_dir) as tool:
         report = tool.client.status()
     if as_json:
         print(json.dumps(report, indent=2))
         return
+    if prometheus:
+        from kvfold.store.metrics import exposition
+
+        print(exposition(report), end="")
+        return
     from rich.console import Console
 
-    Console(width=min(_WIDTH, Console().width)).print(*_tables(report, tool.folder), sep="\n")
+    from kvfold.cli.store_text import tables
+
+    Console(width=min(_WIDTH, Console().width)).print(*tables(report, tool.folder), sep="\n")
 
 
 @app.command(epilog="Example: kvfold store flush --timeout-s 600 && systemctl reboot")
@@ -171,79 +200,3 @@ def _tell_drained(report: dict[str, Any], as_json: bool) -> None:
             f"{report['written_chunks']} chunks written to disk, "
             f"{report['host_only_chunks']} in host memory only"
         )
-
-
-def _tables(report: dict[str, Any], folder: Path) -> list[Table]:
-    from rich.table import Table
-
-    tables = [_tiers(report, folder), _work(report)]
-    engines = [client for client in report["clients"] if client["role"] != "tool"]
-    if engines:
-        clients = Table("engine", "role", "rank", "process", title="Clients", title_justify="left")
-        for client in engines:
-            row = (client["engine"], client["role"], client["rank"], client["pid"])
-            clients.add_row(*map(str, row))
-        tables.append(clients)
-    return tables
-
-
-def _tiers(report: dict[str, Any], folder: Path) -> Table:
-    from rich.table import Table
-
-    state = "stopping" if report["stopping"] else "scanning" if report["scanning"] else "running"
-    title = f"Store in {folder}\nprocess {report['pid']}, {state}, up {report['uptime_s']:.0f} s"
-    table = Table("", "host", "disk", title=title, title_justify="left")
-    host, disk = report["host"], report["disk"] or {}
-
-    def row(label: str, host_text: str, disk_text: str) -> None:
-        table.add_row(label, host_text, disk_text if disk else "-")
-
-    def size(tier: dict[str, Any], total: str) -> str:
-        used = tier.get("used_bytes", 0)
-        return f"{format_bytes(used)} of {format_bytes(tier.get(total, 0))}"
-
-    def counted(tier: dict[str, Any], what: str) -> str:
-        chunks, size_bytes = tier.get(f"{what}chunks", 0), tier.get(f"{what}bytes", 0)
-        return f"{chunks} ({format_bytes(size_bytes)})"
-
-    row("used", size(host, "total_bytes"), size(disk, "quota_bytes"))
-    row(
-        "chunks",
-        f"{host['chunks']} ({format_bytes(host['payload_bytes'])})",
-        f"{disk.get('chunks', 0)} ({format_bytes(disk.get('payload_bytes', 0))})",
-    )
-    row("stored", counted(host, "stored_"), counted(disk, "stored_"))
-    loaded = {"chunks": report["announced_chunks"], "bytes": report["announced_bytes"]}
-    row("loaded", counted(loaded, ""), counted(disk, "loaded_"))
-    row("evicted", str(host["evicted_chunks"]), str(disk.get("evicted_chunks", 0)))
-    row("waiting", f"{host['pinned_chunks']} pinned", f"{disk.get('queued_writes', 0)} to write")
-    troubles = {
-        "skipped": "skipped_chunks",
-        "corrupt": "corrupt_chunks",
-        "failed writes": "failed_writes",
-        "failed reads": "failed_reads",
-    }
-    for label, field in troubles.items():
-        row(label, "-", str(disk.get(field, 0)))
-    if disk.get("paused"):
-        row("writing", "-", "paused: the disk refuses writes")
-    return table
-
-
-def _work(report: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table("tickets", "jobs", "lookups", "trouble", title="Work", title_justify="left")
-    trouble = {
-        "audit conflicts": report["audit_conflicts"],
-        "quarantined slots": report["quarantined_slots"],
-        "malformed messages": report["malformed_messages"],
-    }
-    table.add_row(
-        f"{report['tickets_open']} open, {report['tickets_queued']} queued, "
-        f"{report['tickets_failed']} failed",
-        f"{report['jobs_open']} open",
-        f"{report['lookups']} ({report['looked_up_keys']} keys)",
-        ", ".join(f"{count} {what}" for what, count in trouble.items() if count) or "none",
-    )
-    return table

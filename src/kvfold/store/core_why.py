@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_MATCHES = 100
 # Identities in clear that fit a report, in characters; the others are told by digest only.
 _TEXT_CHARS = 4 << 20
-_SUMMARY = ("time_s", "tokens", "local_tokens", "loaded_tokens", "outcome", "reason")
+_SUMMARY = ("told_s", "time_s", "tokens", "local_tokens", "loaded_tokens", "outcome", "reason")
 
 
 def report_why(core: StoreCore, why: Why, tally: Tally) -> dict[str, object]:

@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -23,8 +23,7 @@ from kvfold.store.core_disk import Drained
 from kvfold.store.disk import DiskTier
 from kvfold.store.messages import Bye, FromClient, Hello, Message, Refused, encode
 from kvfold.store.settings import StoreSettings
-from kvfold.store.tally import Tally
-from kvfold.store.threads import DiskThreads, Wakeup
+from kvfold.store.threads import CountThread, DiskThreads, Wakeup
 
 log = logging.getLogger("kvfold.store")
 
@@ -61,6 +60,7 @@ class Server:
         self._disk = disk
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup()
+        self._counting = CountThread(self._wakeup)
         self._connections: dict[int, Connection] = {}
         self._pidfds: dict[int, int] = {}  # client number -> pidfd
         self._engine_clients: set[int] = set()  # their processes may still be there
@@ -81,10 +81,8 @@ class Server:
             self._stop,
             self._sync,
             os.getpid(),
-            self._count,
+            self._counting.run,
         )
-        # One thread: whoever asks for figures waits for those who asked before.
-        self._counter = ThreadPoolExecutor(1, "kvfold-count")
         self._endpoint = endpoint
         self._threads: DiskThreads | None = None
         if disk is not None:
@@ -206,23 +204,6 @@ class Server:
 
         threads.call(run)
 
-    def _count(self, work: Callable[[], Tally], done: Callable[[Tally], None]) -> None:
-        def finish(tally: Tally) -> None:
-            try:
-                done(tally)
-            except Exception:
-                log.exception("a report failed")
-
-        def run() -> None:
-            try:
-                tally = work()
-            except Exception:
-                log.exception("the chunks could not be counted")
-                return
-            self._wakeup.put(lambda: finish(tally))
-
-        self._counter.submit(run)
-
     def _recall(self, disk: DiskTier) -> None:
         """Read the identities that an earlier store left. On a disk thread."""
         texts = disk.namespaces()
@@ -237,7 +218,7 @@ class Server:
     def _close(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
-        self._counter.shutdown(cancel_futures=True)
+        self._counting.close()
         if self._threads is not None:
             self._threads.close()
         if self._disk is not None:

@@ -1,4 +1,4 @@
-"""The threads that wait for the disk, so that the store's loop never does."""
+"""Threads that wait for the disk, or count chunks, so that the store's loop never has to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kvfold.store.core_disk import Order
 from kvfold.store.disk import DiskTier, Found, ReadOutcome
+from kvfold.store.tally import Tally
 
 log = logging.getLogger("kvfold.store")
 
@@ -158,3 +160,33 @@ class DiskThreads:
         except OSError:
             log.exception("the scan of the disk tier stopped early")
         self._wakeup.put(finished)
+
+
+class CountThread:
+    """Counts chunks beside the loop. Whoever asks waits for those who asked before."""
+
+    def __init__(self, wakeup: Wakeup) -> None:
+        self._wakeup = wakeup
+        self._thread = ThreadPoolExecutor(1, "kvfold-count")
+
+    def run(self, work: Callable[[], Tally], done: Callable[[Tally], None]) -> None:
+        """Run `work` on the thread, then `done` in the loop; the errors of both are logged."""
+        self._thread.submit(self._work, work, done)
+
+    def _work(self, work: Callable[[], Tally], done: Callable[[Tally], None]) -> None:
+        try:
+            tally = work()
+        except Exception:
+            log.exception("the chunks could not be counted")
+            return
+        self._wakeup.put(lambda: self._finish(done, tally))
+
+    @staticmethod
+    def _finish(done: Callable[[Tally], None], tally: Tally) -> None:
+        try:
+            done(tally)
+        except Exception:
+            log.exception("a report failed")
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
