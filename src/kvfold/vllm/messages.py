@@ -86,12 +86,14 @@ class StepResults(KVConnectorWorkerMetadata):
     """What workers finished since the last step.
 
     `jobs`: how many workers ended each job. `failures`: per request, those of all workers.
-    `conflicts`: (group, fragment) pairs whose replicas differed.
+    `conflicts`: (group, fragment) pairs whose replicas differed. `stored`: if anybody wants to
+    know, per job one byte per chunk, 1 if these workers did all they had to do for it.
     """
 
     jobs: dict[int, int] = field(default_factory=dict)
     failures: dict[str, list[LoadFailure]] = field(default_factory=dict)
     conflicts: list[tuple[int, int]] = field(default_factory=list)
+    stored: dict[int, bytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResults:
         """Merge another worker's results of the same step."""
@@ -101,6 +103,9 @@ class StepResults(KVConnectorWorkerMetadata):
         for req_id, failures in other.failures.items():
             self.failures.setdefault(req_id, []).extend(failures)
         self.conflicts = sorted({*self.conflicts, *other.conflicts})
+        for job, theirs in other.stored.items():
+            both = np.frombuffer(self.stored.get(job, theirs), "u1") & np.frombuffer(theirs, "u1")
+            self.stored[job] = both.tobytes()
         return self
 
 

@@ -20,8 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfold.errors import KvfoldError
-from kvfold.store.client import NO_ROOM, REFUSED, Verdicts
+from kvfold.store.client import EXISTS, NO_ROOM, REFUSED, Verdicts
 from kvfold.vllm.messages import StoreOrder
+from kvfold.vllm.metrics import (
+    CHUNKS_NO_ROOM,
+    STORE_JOBS_DROPPED,
+    STORE_SECONDS,
+    STORED_AS_TP_COPIES_BYTES,
+    STORED_BYTES,
+    STORED_CHUNKS,
+    Recorder,
+)
 from kvfold.vllm.threads import start_thread
 
 logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
@@ -50,36 +59,34 @@ class JobClient(Protocol):
 
 
 class SaveSource(Protocol):
-    """How this rank's pages reach slots: the plan's rotations, writers, copies and audits."""
+    """How this rank's pages reach slots. Groups are numbered as in the store."""
 
-    rotations: int
-    writer_masks: NDArray[np.uint64]
-    """One mask of writing ranks per rotation."""
     rank: int
     world: int
+    writer_masks: Sequence[NDArray[np.uint64]]
+    """Per group one mask of writing ranks per rotation."""
+    labels: Sequence[str]
+    """Each group's name in metrics."""
+    copies_bytes: Sequence[int]
+    """Per group, what the engine's own TP copies of a chunk would take."""
 
-    def copy(self, connection: int, rotation: int, blocks: Sequence[int], offset: int) -> int: ...
-    def audit_records(self, blocks: NDArray[np.int32]) -> bytes: ...
+    def copy(
+        self, connection: int, group: int, rotation: int, blocks: Sequence[int], offset: int
+    ) -> int: ...
+    def audit_records(self, group: int, blocks: NDArray[np.int32]) -> bytes: ...
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A finished job; `conflicts` are fragments whose replicas differed in its audit."""
+    """A finished job.
+
+    `conflicts` are (group, fragment) pairs whose replicas differed in its audit. `stored` has one
+    byte per chunk: 1 if the store has it or this worker did what it had to do for it.
+    """
 
     job: int
-    conflicts: tuple[int, ...] = ()
-
-
-@dataclass
-class SaveCounters:
-    """Totals of this worker; they never go down."""
-
-    jobs: int = 0
-    chunks_asked: int = 0
-    chunks_written: int = 0
-    bytes: int = 0
-    no_room: int = 0
-    dropped_jobs: int = 0
+    conflicts: tuple[tuple[int, int], ...]
+    stored: bytes
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class _Item:
     client: JobClient | None
     connection: int
     computed: Callable[[], None]
-    until_s: float
+    started_s: float
 
 
 class Saves:
@@ -99,13 +106,14 @@ class Saves:
         source: SaveSource,
         deadline_s: float,
         *,
-        stored: Callable[[bytes, Sequence[int]], None] | None = None,
+        recorder: Recorder | None = None,
+        offered: Callable[[int, bytes, Sequence[int]], None] | None = None,
     ) -> None:
-        self._source, self._deadline_s, self._stored = source, deadline_s, stored
+        self._source, self._deadline_s, self._offered = source, deadline_s, offered
+        self._recorder = recorder or Recorder()
         self._jobs: SimpleQueue[_Item | None] = SimpleQueue()
         self._reports: deque[SaveReport] = deque()
         self._stopped = False
-        self.counters = SaveCounters()
         self._thread = start_thread("kvfold-saves", self._run)
 
     def submit(
@@ -116,8 +124,7 @@ class Saves:
         computed: Callable[[], None],
     ) -> None:
         """Queue a job. `computed()` blocks until the step that wrote its blocks is complete."""
-        until_s = time.monotonic() + self._deadline_s
-        self._jobs.put(_Item(order, client, connection, computed, until_s))
+        self._jobs.put(_Item(order, client, connection, computed, time.monotonic()))
 
     def take_reports(self) -> list[SaveReport]:
         """Jobs ended since the last call, each exactly once."""
@@ -139,59 +146,106 @@ class Saves:
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
-            conflicts: tuple[int, ...] = ()
+            order = item.order
+            report = SaveReport(order.job, (), bytes(len(order.blocks)))
+            dropped = True
             try:
                 # A job that waited too long behind others is dropped unasked: its blocks are held.
-                if item.client is None or self._stopped or time.monotonic() > item.until_s:
-                    self.counters.dropped_jobs += 1
-                else:
+                if item.client is not None and not self._stopped and self._left_s(item) > 0:
                     item.computed()
-                    conflicts = self._store(item, item.client)
+                    report = self._store(item, item.client)
+                    dropped = False
             except KvfoldError as error:
-                self.counters.dropped_jobs += 1
-                logger.debug("kvfold: job %d dropped: %s", item.order.job, error)
+                logger.debug("kvfold: job %d dropped: %s", order.job, error)
             except Exception:
-                self.counters.dropped_jobs += 1
-                logger.exception("kvfold: job %d failed", item.order.job)
-            self.counters.jobs += 1
-            self._reports.append(SaveReport(item.order.job, conflicts))
+                logger.exception("kvfold: job %d failed", order.job)
+            if dropped:
+                self._recorder.add(STORE_JOBS_DROPPED)
+            self._recorder.observe(STORE_SECONDS, time.monotonic() - item.started_s)
+            self._reports.append(report)
 
-    def _store(self, item: _Item, client: JobClient) -> tuple[int, ...]:
+    def _left_s(self, item: _Item) -> float:
+        return item.started_s + self._deadline_s - time.monotonic()
+
+    def _store(self, item: _Item, client: JobClient) -> SaveReport:
         source, order = self._source, item.order
-        if self._stored is not None:
+        if len(order.blocks) and order.blocks.min() < 0:
+            raise ValueError("a chunk without all its blocks was ordered to be stored")
+        if self._offered is not None:
             for i, blocks in enumerate(order.blocks.tolist()):
-                self._stored(order.keys[32 * i : 32 * i + 32], blocks)
-        rotations = np.frombuffer(order.keys, dtype=np.uint8)[::32] % source.rotations
+                self._offered(order.group, order.keys[32 * i : 32 * i + 32], blocks)
+        masks = source.writer_masks[order.group]
+        rotations = np.frombuffer(order.keys, dtype=np.uint8)[::32] % len(masks)
+        writers = masks[rotations]
         verdicts = client.ask(
             order.job,
-            0,
+            order.group,
             order.namespace,
             order.keys,
             (1 << source.world) - 1,
-            source.writer_masks[rotations],
-            source.audit_records(order.blocks) if order.audit else b"",
-            max(0.001, item.until_s - time.monotonic()),
+            writers,
+            source.audit_records(order.group, order.blocks) if order.audit else b"",
+            max(0.001, self._left_s(item)),
         )
-        self.counters.chunks_asked += len(rotations)
-        self.counters.no_room += int(np.count_nonzero(verdicts.offsets == np.uint64(NO_ROOM)))
-        mine = (source.writer_masks[rotations] >> np.uint64(source.rank)) & np.uint64(1) == 1
-        granted = np.flatnonzero((verdicts.offsets < np.uint64(REFUSED)) & mine)
-        committed = 0
+        offsets = verdicts.offsets
+        mine = (writers >> np.uint64(source.rank)) & np.uint64(1) == 1
+        granted = offsets < np.uint64(REFUSED)
+        self._write(item, client, np.flatnonzero(granted & mine), rotations, offsets)
+        self._count(order.group, writers, offsets, granted)
+        return SaveReport(
+            order.job,
+            tuple((order.group, fragment) for fragment in verdicts.conflicts.tolist()),
+            (granted | (offsets == np.uint64(EXISTS))).tobytes(),
+        )
+
+    def _write(
+        self,
+        item: _Item,
+        client: JobClient,
+        chunks: NDArray[np.intp],
+        rotations: NDArray[np.uint8],
+        offsets: NDArray[np.uint64],
+    ) -> None:
+        """Copy this rank's part of `chunks` to their slots, and commit; all or an error."""
+        source, order = self._source, item.order
+        committed = nbytes = 0
         try:
-            while committed < len(granted):
-                part = granted[committed : committed + COMMIT_EVERY]
+            while committed < len(chunks):
+                part = chunks[committed : committed + COMMIT_EVERY]
                 for i in part.tolist():
-                    blocks, offset = order.blocks[i].tolist(), int(verdicts.offsets[i])
-                    self.counters.bytes += source.copy(
-                        item.connection, int(rotations[i]), blocks, offset
+                    nbytes += source.copy(
+                        item.connection,
+                        order.group,
+                        int(rotations[i]),
+                        order.blocks[i].tolist(),
+                        int(offsets[i]),
                     )
                 client.commit(order.job, part.astype(np.uint32), True)
                 committed += len(part)
         finally:
-            self.counters.chunks_written += committed
-            if committed < len(granted):
-                client.commit(order.job, granted[committed:].astype(np.uint32), False)
-        return tuple(verdicts.conflicts.tolist())
+            if committed < len(chunks):
+                client.commit(order.job, chunks[committed:].astype(np.uint32), False)
+            self._recorder.add(STORED_BYTES, nbytes, group=source.labels[order.group])
+
+    def _count(
+        self,
+        group: int,
+        writers: NDArray[np.uint64],
+        offsets: NDArray[np.uint64],
+        granted: NDArray[np.bool_],
+    ) -> None:
+        """Figures of chunks: the store told all workers the same, one of them counts."""
+        source = self._source
+        first = writers & (~writers + np.uint64(1)) == np.uint64(1 << source.rank)
+        chunks = int(np.count_nonzero(granted & first))
+        if chunks:
+            label = source.labels[group]
+            self._recorder.add(STORED_CHUNKS, chunks, group=label)
+            self._recorder.add(
+                STORED_AS_TP_COPIES_BYTES, chunks * source.copies_bytes[group], group=label
+            )
+        if source.rank == 0:
+            self._recorder.add(CHUNKS_NO_ROOM, int(np.count_nonzero(offsets == np.uint64(NO_ROOM))))
 
 
 def no_wait() -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ from numpy.typing import NDArray
 from kvfold import identity
 from kvfold.copy.cpu import CpuCopier, LayerPages, Sweep
 from kvfold.errors import StoreGone
-from kvfold.plan import OffloadPlan, PlanOptions
-from kvfold.store.client import Group, Role, StoreClient
-from kvfold.store.messages import NO_FRAGMENT
+from kvfold.plan import GroupPlan
+from kvfold.store.client import NO_FRAGMENT, Group, Role, StoreClient
 from kvfold.vllm import translate
+from kvfold.vllm.agreement import Agreed, copies_bytes
 from kvfold.vllm.link import Peer, StoreLink
 from kvfold.vllm.loads import Loads
-from kvfold.vllm.messages import Handshake, StepOrders, StepResults
+from kvfold.vllm.messages import Handshake, LoadFailure, StepOrders, StepResults
+from kvfold.vllm.metrics import KvfoldStats, Recorder, group_label
 from kvfold.vllm.saves import Saves, no_wait
 from kvfold.vllm.settings import ConnectorSettings
 
@@ -46,73 +48,101 @@ class DigestLog:
         self._path = folder / f"rank{rank}-{os.getpid()}.jsonl"
         self._rank, self._lock = rank, threading.Lock()
 
-    def write(self, event: str, key: bytes, digest: str) -> None:
-        """Append a line: `event` is "store" or "load"."""
-        line = {"event": event, "rank": self._rank, "key": key.hex(), "digest": digest}
+    def write(self, event: str, group: int, key: bytes, digest: str) -> None:
+        """Append a line: `event` is "store" or "load", `group` a number in `plan.stored`."""
+        line = {
+            "event": event, "rank": self._rank, "group": group, "key": key.hex(), "digest": digest,
+        }  # fmt: skip
         with self._lock, self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-_Compiled = tuple[CpuCopier, tuple[Sweep, ...], list[tuple[Sweep, ...]]]
-"""Copier, reads, and writes by rotation."""
+@dataclass(frozen=True)
+class _Compiled:
+    """One group's runs of this rank: to fill its pages, and to write slots, by rotation."""
+
+    reads: tuple[Sweep, ...]
+    writes: list[tuple[Sweep, ...]]
 
 
 class ChunkCopies:
-    """The plan's runs for this rank, compiled for its pages and each connection's arena."""
+    """The plan's runs for this rank, compiled for its pages and each connection's arena.
 
-    def __init__(self, planned: OffloadPlan, rank: int, pages: Mapping[str, LayerPages]) -> None:
-        self._group, self.rank, self.world = planned.groups[0], rank, planned.mesh.world_size
+    Groups are numbered as in the store. Of a group that lies on other pipeline stages this rank
+    holds nothing: there is nothing to copy, compare or digest then.
+    """
+
+    def __init__(self, agreed: Agreed, rank: int, pages: Mapping[str, LayerPages]) -> None:
+        self._groups, self.rank = agreed.plan.stored, rank
+        self.world = agreed.plan.mesh.world_size
+        self.labels: Sequence[str] = [group_label(group) for group in self._groups]
+        self.copies_bytes: Sequence[int] = [
+            copies_bytes(agreed, number) for number in range(len(self._groups))
+        ]
+        self.writer_masks: Sequence[NDArray[np.uint64]] = [
+            _writer_masks(group) for group in self._groups
+        ]
         self._pages = dict(pages)
-        self.rotations = self._group.rotations
-        self.writer_masks: NDArray[np.uint64] = np.array(
-            [sum(1 << r for r in self._group.writers(i)) for i in range(self.rotations)],
-            dtype=np.uint64,
-        )
+        stage = agreed.plan.mesh.coords(rank).pp
+        self._layers = [
+            [layer.spec.name for layer in group.layers if layer.placement.stage == stage]
+            for group in self._groups
+        ]
         self._lock = threading.Lock()
-        self._compiled: dict[int, _Compiled] = {}
-        # Audits read pages only: an empty arena will do.
-        auditor = CpuCopier(self._pages, np.empty(self._group.slot_bytes, dtype=np.uint8))
+        self._compiled: dict[int, list[_Compiled]] = {}
+        # Audits and digests read pages only: an empty arena will do.
+        self._reader = CpuCopier(
+            self._pages, np.empty(max(group.slot_bytes for group in self._groups), dtype=np.uint8)
+        )
         self._audited = [
-            (owned.id, auditor.compile(owned.runs, self._group.slot_bytes))
-            for owned in self._group.audited(rank)
+            [
+                (owned.id, self._reader.compile(owned.runs, group.slot_bytes))
+                for owned in group.audited(rank)
+            ]
+            for group in self._groups
         ]
 
     def attach(self, connection: int, arena: memoryview) -> None:
         """Compile the runs for a connection's arena."""
         copier = CpuCopier(self._pages, arena)
-        size = self._group.slot_bytes
-        reads = copier.compile(self._group.reads(self.rank), size)
-        writes = [
-            copier.compile(self._group.writes(self.rank, i), size) for i in range(self.rotations)
+        compiled = [
+            _Compiled(
+                copier.compile(group.reads(self.rank), group.slot_bytes),
+                [
+                    copier.compile(group.writes(self.rank, rotation), group.slot_bytes)
+                    for rotation in range(group.rotations)
+                ],
+            )
+            for group in self._groups
         ]
         with self._lock:
-            self._compiled = {connection: (copier, reads, writes)}  # others have ended
+            self._compiled = {connection: compiled}  # others have ended
 
     def detach(self, connection: int) -> None:
         """Let go of the arena of a connection that has ended."""
         with self._lock:
             self._compiled.pop(connection, None)
 
-    def _of(self, connection: int) -> _Compiled:
+    def _of(self, connection: int, group: int) -> _Compiled:
         try:
-            return self._compiled[connection]
+            return self._compiled[connection][group]
         except KeyError:
-            raise StoreGone(f"connection {connection} to the store has ended") from None
+            raise StoreGone(f"the store is gone (connection {connection} has ended)") from None
 
-    def copy_in(self, connection: int, blocks: Sequence[int], offset: int) -> int:
-        """Fill this rank's pages from a slot; return bytes copied."""
-        copier, reads, _ = self._of(connection)
-        return copier.to_pages(reads, blocks, offset)
+    def copy_in(self, connection: int, group: int, blocks: Sequence[int], offset: int) -> int:
+        """Fill this rank's pages from a slot, but of blocks `NO_BLOCK`; return bytes copied."""
+        return CpuCopier.to_pages(self._of(connection, group).reads, blocks, offset)
 
-    def copy(self, connection: int, rotation: int, blocks: Sequence[int], offset: int) -> int:
+    def copy(
+        self, connection: int, group: int, rotation: int, blocks: Sequence[int], offset: int
+    ) -> int:
         """Write this rank's part of a chunk into its slot; return bytes copied."""
-        copier, _, writes = self._of(connection)
-        return copier.to_slot(writes[rotation], blocks, offset)
+        return CpuCopier.to_slot(self._of(connection, group).writes[rotation], blocks, offset)
 
-    def audit_records(self, blocks: NDArray[np.int32]) -> bytes:
+    def audit_records(self, group: int, blocks: NDArray[np.int32]) -> bytes:
         """12 bytes per fragment that others hold too: its id, a checksum over all chunks."""
         records = bytearray()
-        for number, sweeps in self._audited:
+        for number, sweeps in self._audited[group]:
             state = xxhash.xxh3_64()
             for row in blocks.tolist():
                 CpuCopier.checksum(sweeps, row, state)
@@ -120,10 +150,18 @@ class ChunkCopies:
         # Whoever shares nothing says so: the store waits for everybody before it answers.
         return bytes(records) or NO_FRAGMENT.to_bytes(4, "little") + bytes(8)
 
-    def page_digest(self, blocks: Sequence[int]) -> str:
-        """A digest of all bytes this rank holds of a chunk."""
-        copier = CpuCopier(self._pages, np.empty(0, dtype=np.uint8))
-        return copier.page_digest(blocks, [layer.spec.name for layer in self._group.layers])
+    def page_digest(self, group: int, blocks: Sequence[int]) -> str | None:
+        """A digest of all bytes this rank holds of a chunk, None if it holds none."""
+        layers = self._layers[group]
+        return self._reader.page_digest(blocks, layers) if layers else None
+
+
+def _writer_masks(group: GroupPlan) -> NDArray[np.uint64]:
+    """For each rotation, the mask of the ranks that write."""
+    return np.array(
+        [sum(1 << rank for rank in group.writers(i)) for i in range(group.rotations)],
+        dtype=np.uint64,
+    )
 
 
 class WorkerSide:
@@ -133,12 +171,17 @@ class WorkerSide:
         self, config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings
     ) -> None:
         self._config, self._kv_cache_config, self._settings = config, kv_cache_config, settings
+        self.rank = -1
+        """This worker's rank within the engine, once it is described."""
         self.handshake: Handshake | None = None
+        self._record: dict[str, Any] = {}
+        self._pages: dict[str, LayerPages] = {}
         self._link: StoreLink | None = None
         self._loads: Loads | None = None
         self._saves: Saves | None = None
         self._copies: ChunkCopies | None = None
-        self._digests: DigestLog | None = None
+        self._recorder = Recorder()
+        self._tell_stored = translate.events_enabled(config)
         self._attached = -1
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -146,38 +189,40 @@ class WorkerSide:
 
         Raises `PlanError` if workers differ, `StoreError` if the store cannot be started.
         """
-        from vllm.distributed.parallel_state import get_tp_group
+        self.agree(translate.gather(self.describe(kv_caches, translate.rank(self._config))))
 
-        tp = get_tp_group()
-        rank = tp.rank_in_group
-        record = translate.stage_record(
-            self._config,
-            self._kv_cache_config,
-            kv_caches,
-            PlanOptions(
-                blocks_per_chunk=self._settings.blocks_per_chunk,
-                tokens_per_hash=self._kv_cache_config.hash_block_size,
-            ),
-            rank,
+    def describe(self, kv_caches: Mapping[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        """This worker's stage record, JSON-ready: what its peers must know."""
+        self.rank = rank
+        self._pages = translate.pages(kv_caches, self._kv_cache_config)
+        self._record = translate.stage_record(
+            self._config, self._kv_cache_config, kv_caches, self._settings.blocks_per_chunk, rank
         )
-        planned = translate.build_plan(_gather(record, tp))
-        known = translate.build_identity(record, planned)
-        self.handshake = Handshake(json.dumps(record, sort_keys=True), planned.fingerprint)
-        self._copies = ChunkCopies(planned, rank, translate.pages(kv_caches, self._kv_cache_config))
+        return self._record
+
+    def agree(self, records: Sequence[dict[str, Any]]) -> None:
+        """Build the plan that all workers' records say, and connect. Raises as `register`."""
+        agreed = translate.agree(records)
+        self.handshake = Handshake(json.dumps(self._record, sort_keys=True), agreed.fingerprint)
+        self._copies = copies = ChunkCopies(agreed, self.rank, self._pages)
+        digests = None
         if self._settings.digest_dir is not None:
-            self._digests = DigestLog(Path(self._settings.digest_dir), rank)
+            digests = DigestLog(Path(self._settings.digest_dir), self.rank)
         self._loads = Loads(
-            self._copies.copy_in,
+            copies,
             self._settings.load_deadline_s,
-            loaded=self._recorder("load"),
-            detach=self._copies.detach,
+            recorder=self._recorder,
+            loaded=_digester("load", digests, copies),
         )
         self._saves = Saves(
-            self._copies, self._settings.store_deadline_s, stored=self._recorder("store")
+            copies,
+            self._settings.store_deadline_s,
+            recorder=self._recorder,
+            offered=_digester("store", digests, copies),
         )
         self._link = StoreLink(
             self._settings.store(),
-            peer(self._config, "worker", rank, planned, known),
+            peer(self._config, "worker", self.rank, agreed),
             on_ready=self._loads.ready,
             on_failed=self._loads.lost,
             on_gone=self._loads.gone,
@@ -185,22 +230,9 @@ class WorkerSide:
         )
         self._link.start()
         self._client()
-        if rank == 0:
-            for warning in planned.warnings:
+        if self.rank == 0:
+            for warning in agreed.plan.warnings:
                 logger.warning("kvfold: %s", warning)
-
-    def _recorder(self, event: str) -> Callable[[bytes, Sequence[int]], None] | None:
-        """What writes digests of stored or loaded chunks, if they are wanted."""
-        if self._digests is None:
-            return None
-
-        def record(key: bytes, blocks: Sequence[int]) -> None:
-            assert self._digests is not None
-            assert self._copies is not None
-            if all(block >= 0 for block in blocks):
-                self._digests.write(event, key, self._copies.page_digest(blocks))
-
-        return record
 
     def _client(self) -> tuple[StoreClient | None, int]:
         """The live client with its runs compiled, or (None, 0): then orders end as misses."""
@@ -242,11 +274,12 @@ class WorkerSide:
             time.sleep(orders.pause_s)
 
     def take_loads(self) -> tuple[set[str], StepResults | None]:
-        """Requests whose loads ended, failed ones with their reason."""
-        if self._loads is None:
-            return set(), None
-        reports = self._loads.take_reports()
-        failures = {r.req_id: r.failure for r in reports if r.failure is not None}
+        """Requests whose loads ended, and why those that failed did."""
+        reports = [] if self._loads is None else self._loads.take_reports()
+        failures: dict[str, list[LoadFailure]] = {}
+        for report in reports:
+            if report.failures:
+                failures.setdefault(report.req_id, []).extend(report.failures)
         return {r.req_id for r in reports}, StepResults(failures=failures) if failures else None
 
     def take_stores(self) -> StepResults | None:
@@ -254,8 +287,15 @@ class WorkerSide:
         reports = [] if self._saves is None else self._saves.take_reports()
         if not reports:
             return None
-        conflicts = sorted({c for report in reports for c in report.conflicts})
-        return StepResults(jobs={r.job: 1 for r in reports}, conflicts=conflicts)
+        return StepResults(
+            jobs={report.job: 1 for report in reports},
+            conflicts=sorted({pair for report in reports for pair in report.conflicts}),
+            stored={r.job: r.stored for r in reports} if self._tell_stored else {},
+        )
+
+    def take_stats(self) -> KvfoldStats | None:
+        """What is new in this worker's figures."""
+        return self._recorder.take()
 
     def close(self) -> None:
         """Stop copying, then leave the store."""
@@ -266,35 +306,45 @@ class WorkerSide:
             self._link = None
 
 
-def _gather(record: dict[str, Any], group: Any) -> list[dict[str, Any]]:
-    """The records of all workers; unconditional, so that no rank waits for another."""
-    import torch.distributed as dist
+def _digester(
+    event: str, digests: DigestLog | None, copies: ChunkCopies
+) -> Callable[[int, bytes, Sequence[int]], None] | None:
+    """What writes digests of stored or loaded chunks, if they are wanted."""
+    if digests is None:
+        return None
 
-    gathered: list[dict[str, Any]] = [{} for _ in range(group.world_size)]
-    dist.all_gather_object(gathered, record, group=group.cpu_group)
-    return gathered
+    def record(group: int, key: bytes, blocks: Sequence[int]) -> None:
+        if all(block >= 0 for block in blocks):  # a part of a chunk compares with nothing
+            digest = copies.page_digest(group, blocks)
+            if digest is not None:
+                digests.write(event, group, key, digest)
+
+    return record
 
 
-def peer(
-    config: VllmConfig, role: Role, rank: int, planned: OffloadPlan, known: identity.Identity
-) -> Peer:
+def peer(config: VllmConfig, role: Role, rank: int, agreed: Agreed) -> Peer:
     """How a process of this engine introduces itself to the store."""
     assert config.kv_transfer_config is not None
-    group = planned.groups[0]
+    # Keys that no other process can make would only fill the disk.
+    durable = not translate.random_hash_seed(config)
+    groups = [
+        Group(
+            group.slot_bytes,
+            group.chunk_bytes,
+            identity.namespace(known.digest, number),
+            known.text,
+            durable,
+            copies_bytes(agreed, number),
+        )
+        for number, (group, known) in enumerate(
+            zip(agreed.plan.stored, agreed.identities, strict=True)
+        )
+    ]
     return Peer(
         role,
         str(config.kv_transfer_config.engine_id),
         rank,
-        planned.mesh.world_size,
-        planned.fingerprint,
-        [
-            Group(
-                group.slot_bytes,
-                group.chunk_bytes,
-                identity.namespace(known.digest, 0),
-                known.text,
-                # Keys that no other process can make would only fill the disk.
-                durable=not translate.random_hash_seed(config),
-            )
-        ],
+        agreed.plan.mesh.world_size,
+        agreed.fingerprint,
+        groups,
     )
