@@ -1,6 +1,6 @@
 """What the connector counts, for vLLM's own metrics endpoint and its periodic log line.
 
-`METRICS` is the one table of names, labels and meanings; docs/connector-metrics.md lists the same.
+`METRICS` is the one table of names, labels and meanings; docs/metrics.md lists the same.
 Every worker and the scheduler side have a `Recorder`; once per step vLLM takes what is new in each,
 adds it up, and hands it to the front end, which keeps the totals per engine. So a recorder gives
 differences: totals live in one place only and never go down, whoever restarts.
