@@ -36,6 +36,8 @@ from kvfold.store.messages import (
     Verdicts,
     Welcome,
 )
+from kvfold.store.metrics import families
+from kvfold.store.tally import tally
 from kvfold.store.tickets import FAILED
 
 SLOT = 4096
@@ -330,6 +332,7 @@ class World:
         used = sum(self.arena.used(c.arena) for c in table.classes if c.arena >= 0)
         assert used == len(slots) + len(held), "host slots leak"
         self._check_pins()
+        self._check_tally(live)
         self._check_disk(in_flight or [])
         for cls in table.classes:
             mine = table.cls == cls.number
@@ -356,6 +359,24 @@ class World:
         pinned = np.flatnonzero(table.pins)
         actual = dict(zip(pinned.tolist(), table.pins[pinned].tolist(), strict=True))
         assert actual == dict(expected)
+
+    def _check_tally(self, live: np.ndarray[Any, Any]) -> None:
+        """The tally against a count of one chunk after the other."""
+        table, counted = self.core.table, tally(self.core.table)
+        states: Counter[tuple[int, int]] = Counter()
+        tiers: Counter[tuple[int, int]] = Counter()
+        size: Counter[tuple[int, int]] = Counter()
+        for entry in live.tolist():
+            states[int(table.cls[entry]), int(table.state[entry])] += 1
+            space = int(table.namespace[entry])
+            for tier, here in enumerate((table.state[entry] == READY, table.disk_slot[entry] >= 0)):
+                tiers[tier, space] += int(here)
+                size[tier, space] += int(here) * int(table.payload[entry])
+        assert {at: n for at, n in np.ndenumerate(counted.class_states) if n} == dict(states)
+        assert dict(np.ndenumerate(counted.tier_chunks)).items() >= tiers.items()
+        assert dict(np.ndenumerate(counted.tier_bytes)).items() >= size.items()
+        assert counted.tier_chunks.sum() == sum(tiers.values())
+        assert counted.tier_bytes.sum() == sum(size.values())
 
     def _check_disk(self, in_flight: list[Order]) -> None:
         if self.disk is None:
@@ -388,3 +409,13 @@ class World:
 
 
 NO_SPACE = errno.ENOSPC
+
+
+def counters(world: World) -> dict[str, float]:
+    """Every sample that must never go down: counters, and the buckets of histograms."""
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in families(world.core.status())
+        for sample in family.samples
+        if family.type in ("counter", "histogram")
+    }

@@ -11,7 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from core_world import NO_SPACE, PAYLOAD, SPACE, Peer, World, content, indices, key, keys, words
+from core_world import (
+    NO_SPACE,
+    PAYLOAD,
+    SPACE,
+    Peer,
+    World,
+    content,
+    counters,
+    indices,
+    key,
+    keys,
+    words,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -156,6 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, slots: int, full: bool) -> None:
         """Mostly with a full store: most of what is of interest happens there."""
         self.world = World(slots, DISK_SLOTS)
+        self.counted: dict[str, float] = {}
         for engine in self.engines:
             self._connect(engine)
         for number in range(KEYS) if full else ():
@@ -442,6 +455,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.check(self.in_flight)
         self.world.check_bytes()
         self._slots_are_safe(workers)
+
+    @invariant()
+    def counters_only_rise(self) -> None:
+        now = counters(self.world)
+        fell = {name for name, value in self.counted.items() if now[name] < value}
+        assert not fell
+        self.counted = now
 
     def _slots_are_safe(self, workers: list[Worker]) -> None:
         """A slot is nobody else's while a client may write it, and pinned while one may read it."""

@@ -16,7 +16,7 @@ from kvfold.store import messages as m
 from kvfold.store.messages import Frames, client_decoder, encode, store_decoder
 
 SPACE = bytes(range(32))
-GROUP = m.Group(8192, 5000, SPACE, '{"model": "x"}', False)
+GROUP = m.Group(8192, 5000, SPACE, '{"model": "x"}', False, 40_000)
 
 FROM_CLIENT = [
     m.Hello(1, "worker", "engine", 63, 64, "f", [GROUP]),
@@ -26,6 +26,8 @@ FROM_CLIENT = [
     m.Done(5, 1),
     m.Ask(1, 2, 0, SPACE, SPACE, 3, b"\1" + bytes(7), b""),
     m.Commit(2, b"", True),
+    m.Tell("r" * 512, b"x" * (16 << 10)),
+    m.Why(1, "", 4096),
     m.Status(1),
     m.Flush(1),
     m.Stop(1, False),
@@ -95,6 +97,15 @@ def raw(*items: object) -> bytes:
         raw("Lookup", 1, b"x" * (m.MAX_KEYS * 32 + 1)),
         raw("Lookup", 1, "text"),
         raw("OpenTicket", 1, 0, b"short", b"", 1),
+        raw("Tell", "", b"{}"),
+        raw("Tell", "r" * 513, b"{}"),
+        raw("Tell", "r", b"x" * (16 * 1024 + 1)),
+        raw("Tell", "r", {"tokens": 1}),
+        raw("Why", 1, "r"),
+        raw("Why", 1, "r", 4097),
+        raw("Why", 1, "r", -1),
+        raw("Hello", 1, "worker", "e", 0, 1, "", [[4096, 1, SPACE, "", True, -1]]),
+        raw("Hello", 1, "worker", "e", 0, 1, "", [[4096, 1, SPACE, "", True, 2**50 + 1]]),
         raw("Hello", 1, "king", "e", 0, 1, "", []),
         raw("Hello", 1, "worker", "", 0, 1, "", []),
         raw("Hello", 1, "worker", "e", 64, 1, "", []),

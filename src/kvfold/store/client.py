@@ -378,17 +378,16 @@ _LONG_TEXT = 200
 
 
 def _fitting(record: Mapping[str, Any]) -> bytes:
-    """A record's JSON, shortened until it fits a message."""
-    misses = list(record.get("misses") or [])
+    """A record's JSON, made to fit a message: short texts first, then fewer misses."""
     content = dict(record)
-    while True:
-        encoded = json.dumps(content, default=str).encode()
-        if len(encoded) <= MAX_RECORD_BYTES:
-            return encoded
-        if misses:
+    misses = list(record.get("misses") or [])
+    while len(encoded := json.dumps(content, default=str).encode()) > MAX_RECORD_BYTES:
+        shorter = {k: v[:_LONG_TEXT] if isinstance(v, str) else v for k, v in content.items()}
+        if shorter != content:
+            content = shorter
+        elif misses:
             misses = misses[: len(misses) // 2]
             content["misses"] = misses
-        elif any(isinstance(v, str) and len(v) > _LONG_TEXT for v in content.values()):
-            content = {k: v[:_LONG_TEXT] if isinstance(v, str) else v for k, v in content.items()}
         else:
-            return json.dumps({"outcome": "unknown", "reason": "its record is too long"}).encode()
+            content = {"outcome": "unknown", "reason": "its record is too long"}
+    return encoded

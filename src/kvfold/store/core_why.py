@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvfold.store.tally import Tally
 
 MAX_MATCHES = 100
-# Identities in clear that fit a report, in characters; the others are told by digest only.
-_TEXT_CHARS = 4 << 20
+# Identities in clear that a report has room for, in characters: JSON makes six bytes of the worst.
+_TEXT_CHARS = 2 << 20
 _SUMMARY = ("told_s", "time_s", "tokens", "local_tokens", "loaded_tokens", "outcome", "reason")
 
 
@@ -44,12 +44,9 @@ def report_why(core: StoreCore, why: Why, tally: Tally) -> dict[str, object]:
         told = found[0]
         record = parsed(told)
         _add_elsewhere(core.table, record["misses"])
-        for miss in record["misses"]:
-            group = miss.get("group")
-            mine = isinstance(group, int) and 0 <= group < len(told.texts)
-            miss["text"] = told.texts[group] if mine else None
+        left = _add_texts(told, record["misses"], _TEXT_CHARS)
         content["record"] = record
-        content["namespaces"] = _namespaces(core, tally)
+        content["namespaces"] = _namespaces(core, tally, left)
     return content
 
 
@@ -115,9 +112,20 @@ def _add_elsewhere(table: ChunkTable, misses: Iterable[dict[str, Any]]) -> None:
                 miss["elsewhere"].append({"namespace": other.hex(), "tier": tier})
 
 
-def _namespaces(core: StoreCore, tally: Tally) -> dict[str, object]:
+def _add_texts(told: Told, misses: Iterable[dict[str, Any]], left: int) -> int:
+    """Give each miss its group's identity while there is room; return what is left."""
+    for miss in misses:
+        group = miss.get("group")
+        text = ""
+        if isinstance(group, int) and 0 <= group < len(told.texts):
+            text = told.texts[group]
+        miss["text"] = text if len(text) <= left else ""
+        left -= len(miss["text"])
+    return left
+
+
+def _namespaces(core: StoreCore, tally: Tally, left: int) -> dict[str, object]:
     """Per namespace (hex) its identities in clear, whether a reset made it, and its chunks."""
-    left = _TEXT_CHARS
     told: dict[str, object] = {}
     chunks = tally.namespace_chunks
     for namespace, known in core.namespaces.latest_first():

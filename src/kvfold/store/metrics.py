@@ -70,9 +70,8 @@ def families(report: Report) -> Iterator[Metric]:
         "The store's identity, new at every start, and its protocol.",
         {"store": report["store"], "version": str(report["version"])},
     )
-    for part in (_traffic, _held, _namespaces, _trouble, _now):
+    for part in (_traffic, _held, _namespaces, _trouble, _now, _latencies):
         yield from part(report)
-    yield from _latencies(report["latencies"])
 
 
 def _counter(name: str, help_text: str, labels: str, *samples: Sample) -> Metric:
@@ -265,9 +264,11 @@ _LATENCIES = {
 }
 
 
-def _latencies(latencies: Report) -> Iterator[Metric]:
+def _latencies(r: Report) -> Iterator[Metric]:
     for name, help_text in _LATENCIES.items():
-        latency = latencies[name]
+        if name.startswith("disk_") and r["disk"] is None:
+            continue
+        latency = r["latencies"][name]
         buckets, total = [], 0
         bounds = [*map(str, latency["bounds_s"]), "+Inf"]
         for bound, count in zip(bounds, latency["counts"], strict=True):
