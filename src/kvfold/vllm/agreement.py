@@ -72,6 +72,22 @@ def agree(records: Sequence[Record]) -> Agreed:
     )
 
 
+def all_records(records: Sequence[Record]) -> list[Record]:
+    """`records` completed by those of prefill-context ranks, which an engine does not hand over.
+
+    They are equal to those of their stage: the workers compared all, and fingerprints tell.
+    """
+    mesh = Mesh(**records[0]["mesh"])
+    if mesh.pcp == 1:
+        return list(records)
+    known = {record["rank"]: record for record in records}
+    by_stage = {mesh.coords(rank).pp: record for rank, record in known.items()}
+    missing = [
+        r for r in range(mesh.world_size) if r not in known and mesh.coords(r).pp in by_stage
+    ]
+    return [*records, *({**by_stage[mesh.coords(r).pp], "rank": r} for r in missing)]
+
+
 def _same(one: Record, other: Record, mine: Any, theirs: Any) -> None:
     field = identity.first_difference(mine, theirs)
     if field is not None:
@@ -147,11 +163,3 @@ def copies_bytes(agreed: Agreed, number: int) -> int:
         for fragment in layer.placement.fragments
     )
     return held * group.blocks_per_chunk
-
-
-def group_names(agreed: Agreed) -> tuple[str, ...]:
-    """A short name per stored group for people, metrics and reports: "0 full_attention"."""
-    return tuple(
-        f"{group.index} {group.layers[0].spec.kind}{' draft' if group.is_draft else ''}"
-        for group in agreed.plan.stored
-    )

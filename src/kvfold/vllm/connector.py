@@ -23,16 +23,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvfold.errors import PlanError
-from kvfold.sizes import format_bytes
-from kvfold.vllm import translate
+from kvfold.vllm import metrics, translate
+from kvfold.vllm.agreement import agree, all_records
 from kvfold.vllm.link import StoreLink
 from kvfold.vllm.messages import Handshake, StepOrders, StepResults
 from kvfold.vllm.requests import Geometry
 from kvfold.vllm.scheduler import SchedulerSide
 from kvfold.vllm.settings import ConnectorSettings
+from kvfold.vllm.summary import summary
 from kvfold.vllm.worker import WorkerSide, peer
 
 if TYPE_CHECKING:
@@ -155,23 +160,18 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         Raises `PlanError` naming the first field that differs.
         """
         config = self._vllm_config
-        world = config.parallel_config.world_size
-        if len(metadata) != world:
-            raise PlanError("worker records", len(metadata), f"{world}, one of each worker")
         shakes = [shake for _, shake in sorted(metadata.items())]
         assert all(isinstance(shake, Handshake) for shake in shakes)
-        records = [json.loads(shake.record) for shake in shakes]
-        planned = translate.build_plan(records)
-        for (_, rank), shake in sorted(metadata.items()):
-            if shake.fingerprint != planned.fingerprint:
+        agreed = agree(all_records([json.loads(shake.record) for shake in shakes]))
+        for (pp, tp), shake in sorted(metadata.items()):
+            if shake.fingerprint != agreed.fingerprint:
                 raise PlanError(
-                    f"worker {rank} plan fingerprint",
+                    f"worker pp {pp} tp {tp} plan fingerprint",
                     shake.fingerprint,
-                    f"{planned.fingerprint} as on the scheduler's side",
+                    f"{agreed.fingerprint} as on the scheduler's side",
                 )
-        known = translate.build_identity(records[0], planned)
-        self._link = StoreLink(self._settings.store(), peer(config, "scheduler", 0, planned, known))
-        self._link.start()
+        link = self._link = StoreLink(self._settings.store(), peer(config, "scheduler", 0, agreed))
+        link.start()
         if translate.random_hash_seed(config):
             logger.warning(
                 "kvfold: block hashes are seeded at random (prefix_caching_hash_algo=%s), so no "
@@ -179,41 +179,33 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
                 "PYTHONHASHSEED or use sha256.",
                 config.cache_config.prefix_caching_hash_algo,
             )
-        group = planned.groups[0]
-        geometry = Geometry(
-            tokens_per_hash=planned.tokens_per_hash,
-            tokens_per_block=group.tokens_per_block,
-            blocks_per_chunk=group.blocks_per_chunk,
+        geometry = Geometry.of(
+            agreed,
             hash_bytes=translate.hash_bytes(config),
-            world=world,
             num_blocks=self._kv_cache_config.num_blocks,
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+            draft_lag=translate.draft_lag(config),
         )
-        link = self._link
-        self._scheduler = SchedulerSide(
-            geometry,
-            known.digest,
-            lambda: link.current,
-            lookup_wait_s=self._settings.lookup_wait_ms / 1e3,
-            audit_chunks=self._settings.audit_chunks,
-            audit_every=self._settings.audit_every,
+        self.attach(
+            SchedulerSide(
+                geometry,
+                [known.digest for known in agreed.identities],
+                lambda: link.current,
+                engine=self._engine,
+                lookup_wait_s=self._settings.lookup_wait_ms / 1e3,
+                audit_chunks=self._settings.audit_chunks,
+                audit_every=self._settings.audit_every,
+            )
         )
-        self._scheduler.holds.pool = self._pool
-        self._fragments = [fragment.layer for fragment in group.fragments]
-        copies = (
-            sum(layer.spec.page_bytes for layer in group.layers) * group.blocks_per_chunk * world
-        )
-        logger.info(
-            "kvfold: %d layers in chunks of %d tokens, %s each, stored once (TP copies: %s); "
-            "host %s, disk %s\n%s",
-            len(group.layers),
-            group.tokens_per_chunk,
-            format_bytes(group.slot_bytes),
-            format_bytes(copies),
-            self._settings.host,
-            self._settings.disk or "none",
-            planned.explain(),
-        )  # fmt: skip
+        self._fragments = [
+            [fragment.layer for fragment in group.fragments] for group in agreed.plan.stored
+        ]
+        logger.info("%s", summary(agreed, geometry, self._settings))
+
+    def attach(self, scheduler: SchedulerSide) -> None:
+        """Use this scheduler side from now on."""
+        self._scheduler = scheduler
+        scheduler.holds.pool = self._pool
 
     def on_new_request(self, request: Request) -> None:
         """Start the lookup of a request that arrived."""
@@ -235,7 +227,11 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """The engine took the offer: open a ticket."""
         if self._scheduler is not None and num_external_tokens > 0:
-            self._scheduler.start_load(request, blocks.blocks[0], num_external_tokens)
+            self._scheduler.start_load(request, blocks.blocks, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """The groups whose new blocks a load fills: they need no zeros before."""
+        return () if self._scheduler is None else self._scheduler.loaded_groups
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -243,7 +239,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         """The accepted tokens by the tier that has them."""
         if self._scheduler is None or num_external_tokens == 0:
             return {}
-        host, disk = self._scheduler.hit_tiers(request.request_id, num_external_tokens)
+        host, disk = self._scheduler.hit_tiers(request.request_id)
         counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
         return {source: count for source, count in counts.items() if count}
 
@@ -262,7 +258,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _check_audit(self, results: StepResults | None) -> None:
         if results is not None and results.conflicts and self._scheduler is not None:
-            layers = sorted({self._fragments[i] for i in results.conflicts})
+            layers = sorted({self._fragments[group][i] for group, i in results.conflicts})
             if self._scheduler.enabled:
                 logger.error(
                     "kvfold: ranks that should hold the same bytes do not, in layers %s. "
@@ -275,16 +271,27 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for an engine with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the freeing of blocks: running stores hold references of their own."""
         if self._scheduler is not None:
             _guarded(self._scheduler.request_finished, request, block_ids)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, for the one group there is."""
-        return self.request_finished(request, block_ids[0])
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """States that a finished request leaves inside a block; held by references as well."""
+        if self._scheduler is not None:
+            _guarded(self._scheduler.hand_over_at_end, request, partial_tail_offloads)
+        return False
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping until the last source block is released."""
@@ -300,6 +307,34 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset()
         return True
 
+    # -- metrics --------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What is new in this side's figures."""
+        if self._worker is not None:
+            return self._worker.take_stats()
+        if self._scheduler is None:
+            return None
+        recorder = self._scheduler.recorder
+        recorder.set(metrics.PINNED_BLOCKS, self._scheduler.holds.blocks)
+        return recorder.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Stats from their serialised form."""
+        return metrics.build_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Our metrics in vLLM's registry."""
+        return metrics.prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- both -----------------------------------------------------------------------------------
 
     def _collect_local(self) -> None:
@@ -314,7 +349,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         """Wait until no store of an in-process engine runs any more; False if time ran out."""
         worker = _local_workers.get(self._engine)
         if worker is not None and self._scheduler is not None:
-            worker.submit_stores(StepOrders(stores=self._scheduler.take_stores()))
+            worker.submit_stores(StepOrders(stores=self._scheduler.storing.take()))
         deadline = time.monotonic() + timeout_s
         while self.has_pending_push_work() and time.monotonic() < deadline:
             self._collect_local()

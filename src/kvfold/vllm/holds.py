@@ -43,6 +43,11 @@ class Holds:
         return len(self._jobs)
 
     @property
+    def blocks(self) -> int:
+        """Blocks that jobs hold; a block of two jobs counts twice."""
+        return self._blocks
+
+    @property
     def room(self) -> int:
         """Blocks that may still be held."""
         return max(0, self._max_blocks - self._blocks)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvfold.spans import is_state, look_back_tokens, window_interval_tokens
+from kvfold.spec import CHUNKED_LOCAL
+from kvfold.vllm.agreement import Agreed
+from kvfold.vllm.metrics import group_label
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -11,78 +19,187 @@ if TYPE_CHECKING:
 MIN_PIN_SHARE, MAX_PIN_SHARE = 0.05, 0.5
 """Share of the engine's blocks that store jobs may hold: at least, and whatever a step needs."""
 
+Need = Literal["all", "window", "chunked", "state"]
+NEVER = 1 << 60
+"""More tokens than any request will have."""
+
+
+@dataclass(frozen=True)
+class GroupGeometry:
+    """One stored group: `number` is the store's, `index` the engine's.
+
+    `need` says what of it a hit needs: everything before the boundary, a window of `look_back`
+    tokens (sliding, or chunked by that many), or the state there. `optional` groups (drafts) never
+    limit a hit. `handed_over`: the engine says which block holds a state, no table does.
+    """
+
+    number: int
+    index: int
+    need: Need
+    look_back: int
+    tokens_per_block: int
+    blocks_per_chunk: int
+    optional: bool = False
+    handed_over: bool = False
+    label: str = ""
+
+    def first_token(self, boundary: int) -> int:
+        """The first token before `boundary` that a hit there needs of this group."""
+        match self.need:
+            case "all":
+                return 0
+            case "window":
+                return max(0, boundary - self.look_back)
+            case "chunked":
+                return boundary // self.look_back * self.look_back
+            case "state":
+                return boundary - 1
+
+    def first_tokens(self, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`first_token` of many boundaries."""
+        match self.need:
+            case "all":
+                return np.zeros_like(boundaries)
+            case "window":
+                return np.maximum(0, boundaries - self.look_back)
+            case "chunked":
+                return boundaries // self.look_back * self.look_back
+            case "state":
+                return boundaries - 1
+
 
 @dataclass(frozen=True)
 class Geometry:
-    """Units of the one cache group, in tokens and blocks."""
+    """Units of an engine and its groups, in tokens and blocks. See `kvfold.spans`."""
 
+    period: int
+    """Tokens between two boundaries; chunk i of every group ends at (i + 1) x period."""
     tokens_per_hash: int
-    tokens_per_block: int
-    blocks_per_chunk: int
     hash_bytes: int
+    groups: tuple[GroupGeometry, ...]
     world: int
     num_blocks: int
     max_step_tokens: int
+    window_interval: int
+    """Distance of the boundaries inside a long prompt at which windows are stored."""
+    draft_lag: int = 0
+    """Tokens that must follow a chunk before a draft's part of it is final."""
 
-    @property
-    def tokens_per_chunk(self) -> int:
-        return self.tokens_per_block * self.blocks_per_chunk
+    @classmethod
+    def of(
+        cls,
+        agreed: Agreed,
+        *,
+        hash_bytes: int,
+        num_blocks: int,
+        max_step_tokens: int,
+        draft_lag: int = 0,
+    ) -> Geometry:
+        """The geometry of a plan that all workers agreed on."""
+        groups = []
+        for number, (group, mode) in enumerate(zip(agreed.plan.stored, agreed.modes, strict=True)):
+            first = group.layers[0].spec
+            look_back = max(look_back_tokens(layer.spec) for layer in group.layers)
+            need: Need = "window" if look_back else "all"
+            if first.kind == CHUNKED_LOCAL:
+                need = "chunked"
+            elif is_state(first):
+                need = "state"
+            groups.append(
+                GroupGeometry(
+                    number,
+                    group.index,
+                    need,
+                    look_back,
+                    group.tokens_per_block,
+                    group.blocks_per_chunk,
+                    optional=group.is_draft,
+                    handed_over=mode == "align",
+                    label=group_label(group),
+                )
+            )
+        return cls(
+            agreed.period_tokens,
+            agreed.plan.tokens_per_hash,
+            hash_bytes,
+            tuple(groups),
+            agreed.plan.mesh.world_size,
+            num_blocks,
+            max_step_tokens,
+            window_interval_tokens(agreed.plan.stored, agreed.period_tokens),
+            draft_lag,
+        )
 
     @property
     def hashes_per_chunk(self) -> int:
-        return self.tokens_per_chunk // self.tokens_per_hash
+        return self.period // self.tokens_per_hash
 
     @property
     def max_pinned_blocks(self) -> int:
         """Blocks that jobs may hold: a share of the pool, but always one step's worth, as a
         prompt's blocks must be held in the step that computes them."""
-        step = -(-self.max_step_tokens // self.tokens_per_block)
+        step = sum(-(-self.max_step_tokens // g.tokens_per_block) for g in self.groups)
         share = int(MIN_PIN_SHARE * self.num_blocks)
         return min(int(MAX_PIN_SHARE * self.num_blocks), max(share, step))
 
 
 class Lookup:
-    """One question to the store; `tiers` is its answer, None until it is there."""
+    """One question to the store; `tiers` is its answer, None until it is there.
 
-    __slots__ = ("epoch", "looked_s", "tiers")
+    `tiers` has shape (groups, chunks): 0 absent, 1 disk, 2 host. What turns out to be lost is set
+    to 0 in it.
+    """
 
-    def __init__(self, epoch: bytes) -> None:
+    __slots__ = ("asked_s", "boundary", "epoch", "local", "looked_s", "tiers")
+
+    def __init__(self, epoch: bytes, asked_s: float) -> None:
         self.epoch = epoch
-        self.tiers: bytes | None = None
+        self.tiers: NDArray[np.uint8] | None = None
+        self.asked_s = asked_s
         self.looked_s = 0.0
+        self.local = -1
+        """The engine's own hit, in tokens, that `boundary` was found for."""
+        self.boundary = 0
+
+
+@dataclass
+class Load:
+    """A load that is under way: its number, end, and the (group, chunks) of each of its parts."""
+
+    number: int
+    end: int
+    tokens: int
+    started_s: float
+    disk: int = 0
+    """Tokens of it that come from disk."""
+    parts: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
 
 
 class RequestState:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_s", "failed_ticket", "failures", "limit", "local_tokens", "lookup", "next_chunk",
-        "next_tokens", "request", "ticket", "ticket_first",
+        "asked_s", "blocked", "failed_load", "failures", "junction", "load", "loaded",
+        "local", "lookup", "mask", "next", "next_tokens", "request", "told",
     )  # fmt: skip
 
-    def __init__(self, request: Request, first_tokens: int) -> None:
+    def __init__(self, request: Request, geometry: Geometry) -> None:
         self.request = request
         self.lookup: Lookup | None = None
         self.asked_s: float | None = None
-        self.limit: int | None = None
+        self.mask: bytes | None = b""
+        """Mixed into the keys; None while, or if, the request's adapter is not known."""
+        self.blocked = False
+        """Nothing of it may be stored: blocks from before a reset, or an error."""
         self.failures = 0
-        self.failed_ticket: int | None = None
-        self.local_tokens = 0
-        self.ticket: int | None = None
-        self.ticket_first = 0
-        self.next_chunk = 0
-        self.next_tokens = first_tokens
-
-
-@dataclass
-class SchedulerCounters:
-    """Totals of this engine; they never go down."""
-
-    lookups: int = 0
-    lookups_late: int = 0
-    offers: int = 0
-    loads: int = 0
-    tokens_offered: int = 0
-    load_failures: int = 0
-    chunks_scheduled: int = 0
-    chunks_dropped: int = 0
+        self.failed_load: int | None = None
+        self.local = 0
+        self.load: Load | None = None
+        self.loaded = 0
+        self.junction = 0
+        """Others share the prefix up to here, in tokens; 0: not known."""
+        self.next = [0] * len(geometry.groups)
+        """Per group, the first chunk that is not dealt with."""
+        self.next_tokens = geometry.period
+        """Nothing is to be stored before so many tokens are computed."""
+        self.told = ""

@@ -1,10 +1,9 @@
-"""The scheduler's side: what a request may load, what a step should store, and whose blocks are
-held.
+"""The scheduler's side: what a request may load, and when it is looked up and told.
 
 Nothing here waits for the store and nothing loops over keys: lookups and tickets go to an I/O
-thread as joined bytes.
+thread as joined bytes. What steps store is decided in `storing`.
 
-A request's life: arrived -> looked up -> offered -> loading (ticket) -> running, stored chunk by
+A request's life: arrived -> looked up -> offered -> loading (tickets) -> running, stored chunk by
 chunk -> finished. After a failed load one more, shorter offer is made, then none.
 """
 
@@ -14,7 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,17 +23,14 @@ from numpy.typing import NDArray
 
 from kvfold import identity
 from kvfold.errors import KvfoldError
+from kvfold.vllm import boundary, metrics, translate
+from kvfold.vllm.adapters import Adapters
 from kvfold.vllm.holds import Holds
-from kvfold.vllm.messages import (
-    NO_BLOCK,
-    LoadFailure,
-    LoadOrder,
-    StepOrders,
-    StepResults,
-    StoreOrder,
-)
-from kvfold.vllm.requests import Geometry, Lookup, RequestState, SchedulerCounters
+from kvfold.vllm.messages import NO_BLOCK, LoadFailure, LoadOrder, LoadPart, StepOrders, StepResults
+from kvfold.vllm.requests import NEVER, Geometry, GroupGeometry, Load, Lookup, RequestState
+from kvfold.vllm.storing import Storing, masked
 from kvfold.vllm.threads import start_thread
+from kvfold.vllm.why import Told
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -54,8 +50,6 @@ LOOKUP_FRESH_S = 0.5
 """A lookup that found less than everything is repeated if the request is asked again this much
 later.
 """
-NEVER = 1 << 60
-"""More tokens than any request will have."""
 
 
 class LookupClient(Protocol):
@@ -67,6 +61,38 @@ class LookupClient(Protocol):
     def open_ticket(
         self, ticket: int, group: int, namespace: bytes, keys: bytes, readers: int
     ) -> None: ...
+    def tell(self, request: str, record: Mapping[str, Any]) -> None: ...
+
+
+class IoThread:
+    """Runs tasks one after another on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = start_thread("kvfold-lookups", self._run)
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run `task` soon; an exception of it is logged."""
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            run_logged(task)
+
+    def close(self) -> None:
+        """End the thread, after what is queued."""
+        self._tasks.put(None)
+        self._thread.join(timeout=LOOKUP_DEADLINE_S + 1)
+
+
+def run_logged(task: Callable[[], None]) -> None:
+    """Run `task`; its errors are logged, those of the store only for debugging."""
+    try:
+        task()
+    except KvfoldError as error:
+        logger.debug("kvfold: %s", error)
+    except Exception:
+        logger.exception("kvfold: a lookup failed")
 
 
 class SchedulerSide:
@@ -75,303 +101,403 @@ class SchedulerSide:
     def __init__(
         self,
         geometry: Geometry,
-        digest: bytes,
+        digests: Sequence[bytes],
         current: Callable[[], tuple[LookupClient, int] | None],
         *,
-        lookup_wait_s: float,
-        audit_chunks: int,
-        audit_every: int,
+        engine: str = "",
+        lookup_wait_s: float = 0.02,
+        audit_chunks: int = 4,
+        audit_every: int = 256,
         clock: Callable[[], float] = time.monotonic,
+        io: IoThread | None = None,
+        recorder: metrics.Recorder | None = None,
     ) -> None:
-        self.geometry, self._digest, self._current, self._clock = geometry, digest, current, clock
-        self._lookup_wait_s = lookup_wait_s
-        self._audit_left, self._audit_every = audit_chunks, audit_every
-        self.epoch = b""
-        self.namespace = identity.namespace(digest, 0, self.epoch)
+        self.geometry, self._digests, self._current = geometry, tuple(digests), current
+        self._engine, self._lookup_wait_s, self._clock = engine, lookup_wait_s, clock
+        self.recorder = recorder or metrics.Recorder()
         self.enabled = True
+        self.epoch = b""
         self.holds = Holds(geometry.world, geometry.max_pinned_blocks, clock)
-        self.counters = SchedulerCounters()
-        self._requests: dict[str, RequestState] = {}
         self._orders = StepOrders()
-        # Numbers of tickets and jobs never repeat, also not after a restart of the engine or the
-        # store.
+        self.storing = Storing(
+            geometry, self.holds, self.recorder, audit_chunks=audit_chunks, audit_every=audit_every
+        )
+        self._requests: dict[str, RequestState] = {}
+        self._adapters = Adapters()
+        # Numbers of tickets never repeat, also not after a restart of the engine or the store.
         self._tickets = itertools.count(time.time_ns())
-        self._job_numbers = itertools.count(time.time_ns())
-        self._jobs_made = 0
-        self._io: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = start_thread("kvfold-lookups", self._run_io)
+        self._io = io or IoThread()
+        self._set_namespaces()
+
+    def _set_namespaces(self) -> None:
+        self.namespaces = tuple(
+            identity.namespace(digest, number, self.epoch)
+            for number, digest in enumerate(self._digests)
+        )
+        self.storing.namespaces = self.namespaces
+
+    @property
+    def loaded_groups(self) -> tuple[int, ...]:
+        """The engine's groups whose blocks a load fills."""
+        return tuple(sorted({g.index for g in self.geometry.groups if not g.optional}))
+
+    @property
+    def waiting_loads(self) -> int:
+        """Requests whose load is under way."""
+        return sum(state.load is not None for state in self._requests.values())
 
     # -- lookups -------------------------------------------------------------------------------
 
-    def _run_io(self) -> None:
-        while (task := self._io.get()) is not None:
-            try:
-                task()
-            except KvfoldError as error:
-                logger.debug("kvfold: %s", error)
-            except Exception:
-                logger.exception("kvfold: a lookup failed")
-
-    def _keys(self, hashes: Sequence[bytes], namespace: bytes) -> bytes:
-        return identity.chunk_keys(namespace, b"".join(hashes), self.geometry.hash_bytes)
-
-    def _chunk_hashes(
-        self, request: Request, first: int = 0, last: int | None = None
-    ) -> list[bytes]:
-        """The last block hash of each full chunk in [first, last): covers all tokens before it."""
-        per = self.geometry.hashes_per_chunk
-        stop = len(request.block_hashes) if last is None else last * per
-        return list(request.block_hashes[first * per + per - 1 : stop : per])
-
     def _look_up(self, state: RequestState) -> None:
-        lookup = state.lookup = Lookup(self.epoch)
-        hashes, namespace = self._chunk_hashes(state.request, 0, MAX_CHUNKS), self.namespace
-        asked_s = self._clock()
+        g = self.geometry
+        lookup = state.lookup = Lookup(self.epoch, self._clock())
+        per = g.hashes_per_chunk
+        hashes = state.request.block_hashes[per - 1 : MAX_CHUNKS * per : per]
         if not hashes:
-            lookup.tiers, lookup.looked_s = b"", asked_s
+            lookup.tiers = np.zeros((len(g.groups), 0), dtype=np.uint8)
+            lookup.looked_s = lookup.asked_s
             return
+        self.recorder.add(metrics.LOOKUP_TOKENS, len(hashes) * g.period)
+        self._io.put(partial(self._ask_store, state, lookup, b"".join(hashes), self.namespaces))
 
-        def task() -> None:
-            tiers = b""
-            current = self._current()
-            wanted = state.lookup is lookup and self._clock() - asked_s < LOOKUP_DEADLINE_S
-            try:
-                if current is not None and wanted:
-                    tiers = current[0].lookup(self._keys(hashes, namespace), LOOKUP_DEADLINE_S)
-            finally:
-                lookup.looked_s = self._clock()
-                lookup.tiers = tiers
-
-        self.counters.lookups += 1
-        self._io.put(task)
+    def _ask_store(
+        self, state: RequestState, lookup: Lookup, hashes: bytes, namespaces: Sequence[bytes]
+    ) -> None:
+        """On the I/O thread."""
+        groups, hash_bytes = len(namespaces), self.geometry.hash_bytes
+        tiers = np.zeros((groups, len(hashes) // hash_bytes), dtype=np.uint8)
+        current = self._current()
+        wanted = state.lookup is lookup and self._clock() - lookup.asked_s < LOOKUP_DEADLINE_S
+        try:
+            adapter = translate.adapter(state.request)
+            if adapter is not None:
+                state.mask = self._adapters.mask(*adapter)
+            mask = state.mask
+            if current is not None and wanted and mask is not None:
+                keys = b"".join(
+                    identity.chunk_keys(masked(namespace, mask), hashes, hash_bytes)
+                    for namespace in namespaces
+                )
+                answer = current[0].lookup(keys, LOOKUP_DEADLINE_S)
+                tiers = np.frombuffer(bytearray(answer), dtype=np.uint8).reshape(groups, -1)
+        finally:
+            lookup.looked_s = self._clock()
+            self.recorder.observe(metrics.LOOKUP_SECONDS, lookup.looked_s - lookup.asked_s)
+            lookup.tiers = tiers
 
     def on_new_request(self, request: Request) -> None:
         """Start the lookup of a request that arrived."""
-        state = RequestState(request, self.geometry.tokens_per_chunk)
-        self._requests[request.request_id] = state
-        if self.enabled and not request.skip_reading_prefix_cache:
+        state = self._requests[request.request_id] = RequestState(request, self.geometry)
+        if translate.adapter(request) is not None:
+            state.mask = None  # until the I/O thread has seen its files
+        if not self.enabled:
+            self._tell(state, "disabled")
+        elif request.skip_reading_prefix_cache:
+            self._tell(state, "skipped")
+            if state.mask is None:
+                self._look_up(state)  # for the mask: what it computes can still be stored
+        else:
             self._look_up(state)
 
-    def offer(self, request: Request, local_tokens: int) -> int | None:
-        """Tokens that can be loaded beyond `local_tokens`; None: ask again in the next step."""
+    def offer(self, request: Request, local: int) -> int | None:
+        """Tokens that can be loaded beyond `local`; None: ask again in the next step."""
         state = self._requests.get(request.request_id)
         if state is None or not self.enabled or request.skip_reading_prefix_cache:
             return 0
-        now = self._clock()
-        lookup = state.lookup
+        now, lookup = self._clock(), state.lookup
         if lookup is None or lookup.epoch != self.epoch or self._is_stale(state, lookup, now):
             self._look_up(state)
             state.asked_s = None
+            lookup = state.lookup
+        assert lookup is not None
         if state.asked_s is None:
             state.asked_s = now
-        assert state.lookup is not None
-        tiers = state.lookup.tiers
-        if tiers is None:
+        if lookup.tiers is None:
             if now - state.asked_s < self._lookup_wait_s and self._current() is not None:
                 return None
-            self.counters.lookups_late += 1
+            self._tell(state, "late" if self._current() is not None else "no_store", local)
             return 0
-        span = self.geometry.tokens_per_chunk
-        found = len(tiers) - len(tiers.lstrip(b"\x01\x02"))
-        # The engine needs a token to compute, and its own cache stops at whole blocks too.
-        chunks = min(found, int(request.num_tokens - 1) // span)
-        if state.limit is not None:
-            chunks = min(chunks, state.limit)
-        state.next_chunk = max(state.next_chunk, chunks)
-        state.local_tokens = local_tokens
-        tokens = max(0, chunks * span - local_tokens)
-        self.counters.offers += tokens > 0
-        return tokens
+        if lookup.local != local:
+            self._evaluate(state, lookup, local)
+        if state.junction > max(local, lookup.boundary):
+            translate.mark_junction(request, state.junction)
+        state.local = local
+        if state.failures > 1 or lookup.boundary <= local:
+            self._tell(state, self._why_nothing(state, local), local)
+            return 0
+        return lookup.boundary - local
+
+    def _why_nothing(self, state: RequestState, local: int) -> str:
+        if state.failures > 1:
+            return "failed"
+        period = self.geometry.period
+        return "local" if (state.request.num_tokens - 1) // period * period <= local else "absent"
+
+    def _evaluate(self, state: RequestState, lookup: Lookup, local: int) -> None:
+        """Find the boundary of a lookup's answer, once for each hit of the engine's own."""
+        g, tiers = self.geometry, lookup.tiers
+        assert tiers is not None
+        limit = state.request.num_tokens - 1  # the engine needs a token to compute
+        lookup.local, lookup.boundary = local, boundary.longest(g, tiers, local, limit)
+        if any(group.need != "all" for group in g.groups):
+            whole = boundary.whole_prefix(g, tiers, local, limit)
+            state.junction = whole if whole > lookup.boundary else 0
+        for group in g.groups:
+            row = tiers[group.number]
+            found = int(np.argmin(row)) if len(row) and not row.all() else len(row)
+            self.recorder.add(metrics.FOUND_TOKENS, found * g.period, group=group.label)
+            # What the store has need not be offered to it again.
+            state.next[group.number] = max(
+                state.next[group.number], found if group.need == "all" else 0
+            )
 
     def _is_stale(self, state: RequestState, lookup: Lookup, now: float) -> bool:
         """Whether the answer is old and found less than all: others may have stored since."""
-        chunks = len(state.request.block_hashes) // self.geometry.hashes_per_chunk
         return (
             lookup.tiers is not None
-            and state.limit is None
+            and state.failures == 0
             and now - lookup.looked_s > LOOKUP_FRESH_S
-            and (len(lookup.tiers) < min(chunks, MAX_CHUNKS) or 0 in lookup.tiers)
+            and (state.mask is None or not lookup.tiers.all())
         )
 
-    def hit_tiers(self, request_id: str, tokens: int) -> tuple[int, int]:
-        """(host, disk) tokens of an offer of `tokens` that was accepted."""
+    def hit_tiers(self, request_id: str) -> tuple[int, int]:
+        """(host, disk) tokens of the load that was just ordered for a request."""
         state = self._requests.get(request_id)
-        tiers = None if state is None or state.lookup is None else state.lookup.tiers
-        if state is None or not tiers:
-            return tokens, 0
-        span = self.geometry.tokens_per_chunk
-        first = state.local_tokens // span
-        disk = tiers[first : first + -(-tokens // span)].count(1) * span
-        disk = min(disk, tokens)
-        return tokens - disk, disk
+        load = None if state is None else state.load
+        return (0, 0) if state is None or load is None else (load.tokens - load.disk, load.disk)
 
     # -- loads ---------------------------------------------------------------------------------
 
-    def start_load(self, request: Request, blocks: Sequence[KVCacheBlock], tokens: int) -> None:
-        """The engine accepted an offer of `tokens`: open a ticket and order the load.
+    def start_load(
+        self, request: Request, tables: Sequence[Sequence[KVCacheBlock]], tokens: int
+    ) -> None:
+        """The engine accepted an offer of `tokens`: open tickets and order the load.
 
-        The engine now waits for this load's end, so there is an order in any case: after an error
-        one that every worker reports as failed at once.
+        `tables` are the request's blocks by the engine's groups. The engine now waits for this
+        load's end, so there is an order in any case: after an error one that every worker reports
+        as failed at once.
         """
+        number, state = next(self._tickets), self._requests.get(request.request_id)
+        end = tokens if state is None else state.local + tokens
+        load = Load(number, end, tokens, self._clock())
+        parts: list[LoadPart] = []
+        current = self._current()
         try:
-            self._start_load(request, blocks, tokens)
+            if state is not None and self.enabled:
+                parts = self._parts(state, tables, load)
         except Exception:
             logger.exception("kvfold: a load could not be ordered; its tokens are recomputed")
-            ticket, width = next(self._tickets), self.geometry.blocks_per_chunk
-            nothing = np.empty((0, width), dtype=np.int32)
-            self._orders.loads.append(LoadOrder(ticket, request.request_id, "", b"", nothing))
-            state = self._requests.get(request.request_id)
-            if state is not None:
-                state.ticket, state.failures, state.limit = ticket, 1, 0
-
-    def _start_load(self, request: Request, blocks: Sequence[KVCacheBlock], tokens: int) -> None:
-        g, state = self.geometry, self._requests[request.request_id]
-        local, end = state.local_tokens, state.local_tokens + tokens
-        first, last = local // g.tokens_per_chunk, -(-end // g.tokens_per_chunk)
-        table = np.full((last - first) * g.blocks_per_chunk, NO_BLOCK, dtype=np.int32)
-        skipped = first * g.blocks_per_chunk
-        for i in range(-(-local // g.tokens_per_block), -(-end // g.tokens_per_block)):
-            if not blocks[i].is_null:
-                table[i - skipped] = blocks[i].block_id
-        ticket = next(self._tickets)
-        keys = self._keys(self._chunk_hashes(request, first, last), self.namespace)
-        current = self._current()
-        state.ticket, state.ticket_first = ticket, first
-        self._orders.loads.append(
-            LoadOrder(
-                ticket,
-                request.request_id,
-                "" if current is None else current[0].store_id,
-                keys,
-                table.reshape(-1, g.blocks_per_chunk),
-            )
-        )
+            load.parts, parts = [], []
+        if state is not None:
+            state.load = load
+        store = "" if current is None else current[0].store_id
+        self._orders.loads.append(LoadOrder(number, request.request_id, store, tuple(parts)))
         if current is not None:
-            self._io.put(
-                partial(current[0].open_ticket, ticket, 0, self.namespace, keys, (1 << g.world) - 1)
-            )
-        self.counters.loads += 1
-        self.counters.tokens_offered += tokens
+            for part in parts:
+                self._io.put(partial(self._open, current[0], part, self.namespaces[part.group]))
+        self.recorder.add(metrics.LOADS, 1)
+        if state is not None and state.lookup is not None and state.lookup.tiers is not None:
+            load.disk = self._disk_tokens(load, state.lookup.tiers)
+        self.recorder.add(metrics.HIT_TOKENS, tokens - load.disk, tier=metrics.HOST)
+        self.recorder.add(metrics.HIT_TOKENS, load.disk, tier=metrics.DISK)
 
-    # -- stores --------------------------------------------------------------------------------
+    def _disk_tokens(self, load: Load, tiers: NDArray[np.uint8]) -> int:
+        """Tokens of which any group's chunk comes from disk."""
+        columns = np.zeros(tiers.shape[1], dtype=bool)
+        for number, chunks in load.parts:
+            columns[chunks[tiers[number, chunks] == 1]] = True
+        return min(int(columns.sum()) * self.geometry.period, load.tokens)
+
+    def _open(self, client: LookupClient, part: LoadPart, namespace: bytes) -> None:
+        """On the I/O thread."""
+        readers = (1 << self.geometry.world) - 1
+        client.open_ticket(part.ticket, part.group, namespace, part.keys, readers)
+
+    def _parts(
+        self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], load: Load
+    ) -> list[LoadPart]:
+        """Raises ValueError if the engine wants blocks that no chunk fills."""
+        lookup = state.lookup
+        if lookup is None or lookup.tiers is None or load.end != lookup.boundary:
+            raise ValueError(f"nothing is known of a hit of {load.end} tokens")
+        parts = []
+        for group in self.geometry.groups:
+            chunks, blocks = self._rows(group, tables[group.index], state.local, load.end)
+            if group.optional:
+                there = lookup.tiers[group.number, chunks] != 0
+                chunks, blocks = chunks[there], blocks[there]
+            if len(chunks):
+                keys = self._keys(state, group.number, chunks)
+                ticket = next(self._tickets)
+                parts.append(LoadPart(ticket, group.number, keys, blocks, group.optional))
+                load.parts.append((group.number, chunks))
+        return parts
+
+    def _rows(
+        self, group: GroupGeometry, table: Sequence[KVCacheBlock], local: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The chunks that fill the blocks of `table` in [local, end), and their block tables."""
+        period, span, width = self.geometry.period, group.tokens_per_block, group.blocks_per_chunk
+        first, stop = -(-local // span), -(-end // span)
+        ids = np.fromiter((block.block_id for block in table[first:stop]), np.int32, stop - first)
+        fill = np.flatnonzero(ids)  # block 0 is the engine's hole
+        if not len(fill):
+            return np.empty(0, np.int64), np.empty((0, width), np.int32)
+        chunks = np.arange(group.first_token(end) // period, end // period)
+        if group.need == "state":
+            last = np.array([stop - 1])
+        else:
+            last = (chunks + 1) * (period // span) - 1
+        places = last[:, None] + np.arange(1 - width, 1)
+        blocks = np.full(places.shape, NO_BLOCK, dtype=np.int32)
+        inside = (places >= first) & (places < stop)
+        taken = ids[places[inside] - first]
+        blocks[inside] = np.where(taken == 0, NO_BLOCK, taken)
+        if int((blocks >= 0).sum()) != len(fill):
+            raise ValueError(f"group {group.label} has blocks that no chunk fills")
+        rows = (blocks >= 0).any(axis=1)
+        return chunks[rows], blocks[rows]
+
+    def _keys(self, state: RequestState, group: int, chunks: NDArray[np.int64]) -> bytes:
+        return self.storing.keys(state, group, chunks)
+
+    def _load_failed(self, state: RequestState, load: Load, failure: LoadFailure) -> None:
+        """Shorten the next offer. Every worker reports the same load, maybe in other steps."""
+        if state.failed_load != load.number:
+            state.failed_load = load.number
+            state.failures += 1
+        lookup = state.lookup
+        chunk = 0
+        if failure.part < len(load.parts):
+            number, chunks = load.parts[failure.part]
+            chunk = int(chunks[min(failure.index, len(chunks) - 1)])
+            if lookup is not None and lookup.tiers is not None:
+                lookup.tiers[number, chunk] = 0
+        elif lookup is not None and lookup.tiers is not None:
+            lookup.tiers[:] = 0
+        if lookup is not None:
+            lookup.local = -1
+        # What was lost may be stored again when it has been recomputed.
+        state.next = [min(known, chunk) for known in state.next]
+        state.next_tokens = min(state.next_tokens, (chunk + 1) * self.geometry.period)
+
+    # -- steps ---------------------------------------------------------------------------------
 
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """The orders of this step: loads begun in it and chunks that it completes."""
         if self.enabled:
-            tables = scheduler_output.kv_connector_block_state
+            blocks = scheduler_output.kv_connector_block_state
+            for req_id, handed in blocks.boundary_state_offloads.items():
+                if (state := self._requests.get(req_id)) is not None:
+                    self._guarded(state, self.storing.hand_over, state, handed)
             for req_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
                 state = self._requests.get(req_id)
                 if state is None:
                     continue
                 computed = state.request.num_computed_tokens + new_tokens
                 if computed >= state.next_tokens:
-                    self._store_guarded(state, partial(tables.get_block_ids, req_id), computed)
+                    tables = blocks.get_block_ids(req_id)
+                    self._guarded(state, self.storing.store, state, tables, computed)
+        self._orders.stores = self.storing.take()
         orders, self._orders = self._orders, StepOrders()
         if not scheduler_output.num_scheduled_tokens:
             orders.pause_s = IDLE_PAUSE_S
         return orders
 
-    def _store_guarded(self, state: RequestState, table: Callable[[], Any], computed: int) -> None:
-        """Store what a request has; after an error it stores nothing more, and lives on."""
+    def _guarded(self, state: RequestState, call: Callable[..., None], *args: Any) -> None:
+        """After an error a request stores nothing more, and lives on."""
         try:
-            block_ids = table()
-            if block_ids is not None:
-                self._store(state, block_ids[0], computed)
+            call(*args)
         except Exception:
             logger.exception("kvfold: a store could not be ordered")
-            state.next_tokens = NEVER
+            state.blocked, state.next_tokens = True, NEVER
 
-    def _store(self, state: RequestState, block_ids: Sequence[int], computed: int) -> None:
-        """Order the store of the full chunks of a request that are not ordered yet."""
-        g, request = self.geometry, state.request
-        known = min(computed, request.num_tokens, len(request.block_hashes) * g.tokens_per_hash)
-        last = min(known // g.tokens_per_chunk, len(block_ids) // g.blocks_per_chunk)
-        room = self.holds.room // g.blocks_per_chunk
-        first, last = state.next_chunk, min(last, state.next_chunk + min(room, MAX_CHUNKS))
-        if first < last:
-            self._order(state, first, last, block_ids)
-            state.next_chunk = last
-        state.next_tokens = (state.next_chunk + 1) * g.tokens_per_chunk
+    def hand_over_at_end(self, request: Request, handed: Sequence[tuple[int, int, int]]) -> None:
+        """States that a finished request leaves: (engine's group, block, boundary)."""
+        state = self._requests.get(request.request_id)
+        if state is not None and self.enabled:
+            self.storing.hand_over(state, handed)
 
-    def _order(self, state: RequestState, first: int, last: int, block_ids: Sequence[int]) -> None:
-        g = self.geometry
-        ids: NDArray[np.int32] = np.array(
-            block_ids[first * g.blocks_per_chunk : last * g.blocks_per_chunk], dtype=np.int32
-        )
-        if (ids == 0).any():  # a hole: this request does not hold all of its blocks
-            return
-        job = next(self._job_numbers)
-        self._jobs_made += 1
-        audit = self._audit_left > 0 or (
-            self._audit_every > 0 and self._jobs_made % self._audit_every == 0
-        )
-        keys = self._keys(self._chunk_hashes(state.request, first, last), self.namespace)
-        order = StoreOrder(job, self.namespace, keys, ids.reshape(-1, g.blocks_per_chunk), audit)
-        # From here on the blocks are held: nothing below can fail before the job is on its way.
-        self.holds.hold(job, ids.tolist())
-        self._orders.stores.append(order)
-        self._audit_left -= last - first
-        self.counters.chunks_scheduled += last - first
-
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> None:
+    def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Order what could not be held before, as far as it can be now; forget the request."""
         state = self._requests.pop(request.request_id, None)
-        if state is None or state.ticket is not None or not self.enabled:
+        if state is None or state.load is not None or not self.enabled:
             return
         computed = min(
             request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1)
         )
         if computed >= state.next_tokens:
-            self._store(state, block_ids, computed)
-            span = self.geometry.tokens_per_chunk
-            self.counters.chunks_dropped += max(0, computed // span - state.next_chunk)
+            self.storing.store(state, tables, computed, finished=True)
 
     def update(self, results: StepResults | None, finished_recving: set[str]) -> None:
         """Take what the workers finished."""
         if results is not None:
-            for req_id, failure in results.failures.items():
+            for req_id, failures in results.failures.items():
                 state = self._requests.get(req_id)
-                self.counters.load_failures += 1
-                if state is not None and state.ticket == failure.ticket:
-                    self._load_failed(state, failure)
+                for failure in failures:
+                    load = None if state is None else state.load
+                    if state is not None and load is not None and load.number == failure.load:
+                        if state.failed_load != load.number:
+                            kind = metrics.failure_kind(failure.reason)
+                            self.recorder.add(metrics.LOAD_FAILURES, 1, reason=kind)
+                        self._load_failed(state, load, failure)
             for job, count in results.jobs.items():
                 self.holds.reported(job, count)
         for req_id in finished_recving:
             state = self._requests.get(req_id)
-            if state is not None:
-                state.ticket = None
+            if state is not None and state.load is not None:
+                self._load_ended(state, state.load)
 
-    def _load_failed(self, state: RequestState, failure: LoadFailure) -> None:
-        """Shorten the next offer. Every worker reports the same ticket, maybe in other steps."""
-        first_lost = state.ticket_first + failure.index
-        if state.failed_ticket != failure.ticket:
-            state.failed_ticket = failure.ticket
-            state.failures += 1
-            state.limit = first_lost
-        if state.failures > 1:
-            state.limit = 0
-        state.limit = min(first_lost, first_lost if state.limit is None else state.limit)
-        # What was lost may be stored again when it has been recomputed.
-        state.next_chunk = min(state.next_chunk, first_lost)
-        state.next_tokens = (state.next_chunk + 1) * self.geometry.tokens_per_chunk
+    def _load_ended(self, state: RequestState, load: Load) -> None:
+        state.load = None
+        self.recorder.observe(metrics.LOAD_WAIT_SECONDS, self._clock() - load.started_s)
+        if state.failed_load == load.number:
+            return
+        state.loaded = load.end - state.local
+        for group in self.geometry.groups:
+            if not group.optional:
+                known = max(state.next[group.number], load.end // self.geometry.period)
+                state.next[group.number] = known
+        self._tell(state, "loaded", state.local)
 
-    def take_stores(self) -> list[StoreOrder]:
-        """Orders for which no step came (an in-process engine is not stepped when it is idle)."""
-        stores, self._orders.stores = self._orders.stores, []
-        return stores
+    # -- the end -------------------------------------------------------------------------------
 
-    # -- invalidation --------------------------------------------------------------------------
+    def _tell(self, state: RequestState, outcome: str, local: int = 0) -> None:
+        """Count how a request went, and have the store remember why, once per outcome."""
+        if state.told == outcome:
+            return
+        if not state.told and outcome in metrics.MISSES:
+            self.recorder.add(metrics.MISSED_REQUESTS, 1, reason=outcome)
+        state.told = outcome
+        current = self._current()
+        if current is None:
+            return
+        lookup = state.lookup
+        told = Told(
+            self._engine,
+            state.request.request_id,
+            outcome,
+            state.request.num_tokens,
+            local,
+            0 if lookup is None else lookup.boundary,
+            state.loaded,
+            bool(self.epoch),
+            None if lookup is None or lookup.tiers is None else lookup.tiers.copy(),
+        )
+        keys = partial(self._keys, state)
+        self._io.put(partial(told.send, current[0], self.geometry, self.namespaces, keys))
 
     def reset(self) -> None:
         """Nothing stored before may be served from now on, in any tier, by this engine."""
         self.epoch = os.urandom(16)
-        self.namespace = identity.namespace(self._digest, 0, self.epoch)
+        self._set_namespaces()
         self._orders.reset = True
         for state in self._requests.values():
             if state.request.num_computed_tokens > 0:
-                state.next_tokens = NEVER  # it has blocks from before
+                state.blocked, state.next_tokens = True, NEVER  # it has blocks from before
             else:
-                state.next_chunk, state.next_tokens = 0, self.geometry.tokens_per_chunk
+                state.next = [0] * len(self.geometry.groups)
+                state.next_tokens = self.geometry.period
 
     def disable(self) -> None:
         """Neither offer nor store anything any more (the audit found replicas that differ)."""
@@ -379,5 +505,4 @@ class SchedulerSide:
 
     def close(self) -> None:
         """End the I/O thread."""
-        self._io.put(None)
-        self._thread.join(timeout=LOOKUP_DEADLINE_S + 1)
+        self._io.close()

@@ -308,6 +308,12 @@ def hash_bytes(config: VllmConfig) -> int:
     return 16 if "xx" in str(config.cache_config.prefix_caching_hash_algo) else 32
 
 
+def draft_lag(config: VllmConfig) -> int:
+    """Tokens behind which a draft's cache is final: proposals may be rejected and rewritten."""
+    speculative = config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens or 0) + 1
+
+
 def events_enabled(config: VllmConfig) -> bool:
     """Whether the engine publishes KV events."""
     events = config.kv_events_config

@@ -1,0 +1,301 @@
+"""KV events: what the store has of this engine, told block by block to whoever routes requests.
+
+A chunk is announced by the blocks in it, as the engine announces its own: one hash per block of the
+group, and `block_size` is the tokens of such a block over all DCP ranks (`block_size` x dcp).
+Consumers keep hashes at that granularity, whether they take the engine's or hash `token_ids`
+themselves; an event per whole chunk would match only prompts that end with a chunk, and another
+`block_size` than that of the medium GPU not at all. Chunks that follow each other make one event.
+
+* Full attention: chunk i covers the whole period before its boundary b.
+* A window: the blocks [b - n x block, b) that a hit at b looks back on; the parent is the hash
+  before them, although the blocks in between are not stored.
+* A state: the block that ends at b. Where the engine hits inside its blocks and b is in one, it is
+  announced as the engine does it, by the last hash: [b - tokens_per_hash, b).
+
+The medium is CPU: the chunk can be loaded from this machine. Whether host memory or disk has it is
+the store's business, and it is removed when neither does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvfold import identity
+from kvfold.spans import is_state
+from kvfold.vllm import metrics
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvfold.plan import GroupPlan
+
+MAX_JOBS = 4096
+"""Jobs whose end is awaited; the oldest are forgotten."""
+MAX_PENDING = 16_384
+"""Events that wait to be taken; the oldest are dropped."""
+MAX_ANNOUNCED = 1 << 18
+"""Chunks of one group that are remembered, to name all their blocks when they go."""
+LOCAL = "LOCAL"
+
+
+@dataclass(frozen=True)
+class EventGroup:
+    """A group as its events tell of it; `told` is False if they would be another group's."""
+
+    index: int
+    tokens_per_block: int
+    blocks_per_chunk: int
+    state: bool
+    kind: str | None
+    sliding_window: int | None
+    told: bool = True
+
+
+def event_groups(
+    stored: Sequence[GroupPlan], kv_cache_config: KVCacheConfig
+) -> tuple[EventGroup, ...]:
+    """What events need of each stored group, by its number.
+
+    A draft that shares its target's engine group is not told of: the engine does not tell them
+    apart, and losing the draft's chunk loses no hit.
+    """
+    targets = {group.index for group in stored if not group.is_draft}
+    return tuple(
+        EventGroup(
+            group.index,
+            group.tokens_per_block,
+            group.blocks_per_chunk,
+            is_state(group.layers[0].spec),
+            get_kv_cache_spec_kind(spec).value,
+            get_kv_cache_spec_sliding_window(spec),
+            told=not (group.is_draft and group.index in targets),
+        )
+        for group in stored
+        for spec in [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec]
+    )
+
+
+def block_hashes(namespace: bytes, keys: bytes, hash_bytes: int) -> list[bytes]:
+    """The block hashes that `identity.chunk_keys` made `keys` from."""
+    width = identity.KEY_BYTES
+    hashes = identity.chunk_keys(namespace, keys, width)  # its own inverse
+    return [hashes[i : i + hash_bytes] for i in range(0, len(hashes), width)]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Chunks that follow each other: an event that would tell of all, and the unconverted hashes
+    of its blocks."""
+
+    event: Any
+    hashes: list[bytes]
+    chunks: int
+
+
+class Events:
+    """The events of one engine. All methods run in the engine's loop; nothing here waits.
+
+    A request stays as it is up to what was computed, but it may be gone before its job ends, so
+    tokens and hashes are copied when the store is ordered.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[EventGroup],
+        tokens_per_hash: int,
+        *,
+        enabled: bool,
+        recorder: metrics.Recorder,
+    ) -> None:
+        self.enabled = enabled
+        self._groups, self._tokens_per_hash, self._recorder = groups, tokens_per_hash, recorder
+        self._jobs: OrderedDict[int, tuple[int, list[_Run]]] = OrderedDict()
+        self._pending: deque[KVCacheEvent] = deque()
+        # By group: the hash at a chunk's end -> those of all its blocks.
+        self._announced: list[OrderedDict[bytes, tuple[bytes, ...]]] = [
+            OrderedDict() for _ in groups
+        ]
+        self._forgotten = False
+        probe = bytes(range(32))
+        self._converted = maybe_convert_block_hash(probe) != probe
+
+    # -- stores --------------------------------------------------------------------------------
+
+    def ordered(self, job: int, group: int, request: Request, ends_tokens: Sequence[int]) -> None:
+        """The store of chunks of `request` was ordered; they end at these tokens, ascending."""
+        if not self.enabled or not self._groups[group].told or not len(ends_tokens):
+            return
+        ends = np.asarray(ends_tokens, dtype=np.int64)
+        facts = self._groups[group]
+        span = facts.tokens_per_block * facts.blocks_per_chunk
+        # States may begin anywhere, so each is told of by itself.
+        breaks = np.full(len(ends) - 1, True) if facts.state else np.diff(ends) != span
+        runs = np.split(ends, np.flatnonzero(breaks) + 1)
+        told = [self._run(facts, request, int(run[0]), len(run)) for run in runs]
+        self._jobs[job] = group, told
+        while len(self._jobs) > MAX_JOBS:
+            self._jobs.popitem(last=False)
+            self._recorder.add(metrics.EVENTS_DROPPED)
+
+    def _run(self, facts: EventGroup, request: Request, first_end: int, chunks: int) -> _Run:
+        per_hash, block = self._tokens_per_hash, facts.tokens_per_block
+        if first_end % block:  # a state inside a block
+            block = per_hash
+        start = first_end - block * facts.blocks_per_chunk
+        end = start + block * facts.blocks_per_chunk * chunks
+        step = block // per_hash
+        known = request.block_hashes
+        hashes = list(known[start // per_hash + step - 1 : end // per_hash : step])
+        parent = known[start // per_hash - 1] if start else None
+        lora = request.lora_request
+        event = BlockStored(
+            block_hashes=self._external(hashes),
+            parent_block_hash=None if parent is None else self._external([parent])[0],
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=block,
+            lora_id=None if lora is None else lora.adapter_id,
+            medium=MEDIUM_CPU,
+            lora_name=None if lora is None else lora.name,
+            extra_keys=_extra_keys(request, start, end, block),
+            group_idx=facts.index,
+            kv_cache_spec_kind=facts.kind,
+            kv_cache_spec_sliding_window=facts.sliding_window,
+            locality=LOCAL,
+            session_id=request.session_id,
+        )
+        return _Run(event, hashes, chunks)
+
+    def _external(self, hashes: list[bytes]) -> list[Any]:
+        return [maybe_convert_block_hash(h) for h in hashes] if self._converted else list(hashes)
+
+    def ended(self, job: int, stored: bytes | None) -> None:
+        """All workers have ended `job`. `stored` has a byte per chunk in the order of the job, not
+        0 if the store has the chunk, from now or before; None: it has none of them. What was
+        announced and has not been removed is not announced again.
+        """
+        group, runs = self._jobs.pop(job, (0, []))
+        if stored is None:
+            return
+        assert not runs or len(stored) == sum(run.chunks for run in runs)
+        width, at = self._groups[group].blocks_per_chunk, 0
+        for run in runs:
+            flags = np.frombuffer(stored, dtype=np.uint8, count=run.chunks, offset=at) != 0
+            at += run.chunks
+            known = map(self._announced[group].__contains__, run.hashes[width - 1 :: width])
+            flags &= ~np.fromiter(known, dtype=np.bool_, count=run.chunks)
+            edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
+            for first, last in zip(edges[::2], edges[1::2], strict=True):
+                self._tell(_part(run, first, last, width))
+                hashes = run.hashes[first * width : last * width]
+                blocks = zip(*[iter(hashes)] * width, strict=True)
+                self._remember(group, zip(hashes[width - 1 :: width], blocks, strict=True))
+
+    def _remember(self, group: int, chunks: Iterable[tuple[bytes, tuple[bytes, ...]]]) -> None:
+        announced = self._announced[group]
+        announced.update(chunks)
+        while len(announced) > MAX_ANNOUNCED:
+            announced.popitem(last=False)
+            self._forgotten = True
+
+    # -- removals ------------------------------------------------------------------------------
+
+    def removed(self, hashes: Sequence[bytes], group: int) -> None:
+        """The store has lost the chunks that end with these block hashes, in every tier.
+
+        Chunks that were not announced (another engine's) are passed over. Of those announced so
+        long ago that they were forgotten only the last block is named, which ends the prefix.
+        """
+        if not self.enabled or not self._groups[group].told:
+            return
+        announced, gone = self._announced[group], list[bytes]()
+        for chunk in hashes:
+            gone += announced.pop(chunk, (chunk,) if self._forgotten else ())
+        self._tell_removed(group, gone)
+
+    def _tell_removed(self, group: int, hashes: list[bytes]) -> None:
+        if hashes:
+            self._tell(
+                BlockRemoved(
+                    block_hashes=self._external(hashes),
+                    medium=MEDIUM_CPU,
+                    group_idx=self._groups[group].index,
+                    locality=LOCAL,
+                )
+            )
+
+    def cleared(self) -> None:
+        """Nothing stored before will be served any more, nor what is being stored now.
+
+        vLLM's event for that has no medium. It would take with it what the engine has cached
+        since, which is told before ours, so it is sent only if we do not know all that we told.
+        """
+        self._jobs.clear()
+        for group, announced in enumerate(self._announced):
+            if not self._forgotten:
+                self._tell_removed(group, [h for blocks in announced.values() for h in blocks])
+            announced.clear()
+        if self._forgotten:
+            self._tell(AllBlocksCleared())
+            self._forgotten = False
+
+    # -- the engine ----------------------------------------------------------------------------
+
+    def _tell(self, event: KVCacheEvent) -> None:
+        self._pending.append(event)
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
+            self._recorder.add(metrics.EVENTS_DROPPED)
+
+    def take(self) -> list[KVCacheEvent]:
+        """Events since the last call, in order."""
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+
+def _extra_keys(request: Request, start: int, end: int, block: int) -> Any:
+    """What the hash of each block took beside its tokens, None for most blocks."""
+    if not (request.lora_request or request.mm_features or request.cache_salt) and (
+        request.prompt_embeds is None
+    ):
+        return [None] * ((end - start) // block)
+    keys, multimodal = [], 0
+    for at in range(start, end, block):
+        found, multimodal = generate_block_hash_extra_keys(request, at, at + block, multimodal)
+        keys.append(found)
+    return to_event_extra_keys(keys)
+
+
+def _part(run: _Run, first: int, last: int, width: int) -> Any:
+    """The event of chunks [first, last) of a run, each of `width` blocks."""
+    event = run.event
+    if (first, last) == (0, run.chunks):
+        return event
+    begin, end = first * width, last * width
+    return msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[begin:end],
+        parent_block_hash=event.block_hashes[begin - 1] if begin else event.parent_block_hash,
+        token_ids=event.token_ids[begin * event.block_size : end * event.block_size],
+        extra_keys=event.extra_keys[begin:end],
+    )
