@@ -230,6 +230,18 @@ def test_the_same_block_under_another_identity() -> None:
     ]
 
 
+def test_a_chunk_of_that_key_in_a_third_namespace_is_another_chunk() -> None:
+    world = World()
+    scheduler = world.connect("scheduler", groups=[group(world)])
+    tell(scheduler, "r", record(miss(1)))
+    world.core.table.namespace_number(OTHER_SPACE)
+    there = xor(xor(key(1), SPACE), OTHER_SPACE)
+    third = world.connect(engine="third", groups=[group(world, THIRD_SPACE)])
+    third.send(Ask(1, 1, 0, THIRD_SPACE, there, 1, words(1), b""))
+    third.commit(1, 0)
+    assert first_miss(world)["elsewhere"] == []
+
+
 def test_asking_touches_nothing_and_a_chunk_on_disk_is_found_there() -> None:
     world = World(slots=4, disk_slots=20)
     scheduler = world.connect("scheduler", groups=[group(world)])

@@ -176,10 +176,12 @@ def test_failures_by_kind() -> None:
     world.finish(world.orders(1)[0], ReadOutcome.CORRUPT_CHECKSUM)
     expected |= {"corrupt": 1, "ticket": 1}
     assert failed() == expected
+    assert not worker.done(1)
     scheduler.open(2, 30)
     world.finish(world.orders(1)[0], 5)
     expected |= {"disk_read": 1, "ticket": 2}
     assert failed() == expected
+    assert figures(world)["ticket_seconds_count",] == 0  # only of complete loads
 
 
 def test_replicas_that_differ() -> None:

@@ -26,7 +26,7 @@ class StoreSettings:
     populate: touch the whole arena in the background, so that first writes are fast.
     metrics_port, metrics_host: where the store's process serves Prometheus metrics over HTTP; port
     0: nowhere. Whoever starts a shared store decides: clients that find it running share it,
-    whatever port they would have chosen.
+    whatever port they would have chosen. Private stores need a port each.
     """
 
     host_bytes: int

@@ -6,6 +6,7 @@ interpreter between two, and what changes meanwhile is counted in either way.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,11 @@ from numpy.typing import NDArray
 
 from kvfold.store.chunks import ABSENT, DISK, READING, READY, STATE_NAMES, WRITING, ChunkTable
 
-_SLICE = 1 << 16
+_SLICE = 1 << 14
 _STATES = len(STATE_NAMES)
+
+_IN_HOST = np.zeros(_STATES, np.bool_)
+_IN_HOST[[WRITING, READING, READY]] = True
 
 Counts = NDArray[np.int64]
 
@@ -78,7 +82,6 @@ def tally(table: ChunkTable) -> Tally:
             tier_chunks[tier] += np.bincount(of_namespace[here], minlength=namespaces)
             summed = np.bincount(of_namespace[here], size[here], minlength=namespaces)
             tier_bytes[tier] += summed.astype(np.int64)
-        pinned += int(
-            np.count_nonzero((pins[live] > 0) & np.isin(states, (WRITING, READING, READY)))
-        )
+        pinned += int(np.count_nonzero((pins[live] > 0) & _IN_HOST[states]))
+        time.sleep(0)  # the loop may have the interpreter now
     return Tally(class_states, class_on_disk, namespace_chunks, tier_chunks, tier_bytes, pinned)
