@@ -136,8 +136,6 @@ class Events:
             OrderedDict() for _ in groups
         ]
         self._forgotten = False
-        probe = bytes(range(32))
-        self._converted = maybe_convert_block_hash(probe) != probe
 
     # -- stores --------------------------------------------------------------------------------
 
@@ -169,8 +167,8 @@ class Events:
         parent = known[start // per_hash - 1] if start else None
         lora = request.lora_request
         event = BlockStored(
-            block_hashes=self._external(hashes),
-            parent_block_hash=None if parent is None else self._external([parent])[0],
+            block_hashes=_external(hashes),
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=list(request.all_token_ids[start:end]),
             block_size=block,
             lora_id=None if lora is None else lora.adapter_id,
@@ -184,9 +182,6 @@ class Events:
             session_id=request.session_id,
         )
         return _Run(event, hashes, chunks)
-
-    def _external(self, hashes: list[bytes]) -> list[Any]:
-        return [maybe_convert_block_hash(h) for h in hashes] if self._converted else list(hashes)
 
     def ended(self, job: int, stored: bytes | None) -> None:
         """All workers have ended `job`. `stored` has a byte per chunk in the order of the job, not
@@ -236,7 +231,7 @@ class Events:
         if hashes:
             self._tell(
                 BlockRemoved(
-                    block_hashes=self._external(hashes),
+                    block_hashes=_external(hashes),
                     medium=MEDIUM_CPU,
                     group_idx=self._groups[group].index,
                     locality=LOCAL,
@@ -271,6 +266,10 @@ class Events:
         events = list(self._pending)
         self._pending.clear()
         return events
+
+
+def _external(hashes: list[bytes]) -> list[bytes | int]:
+    return [maybe_convert_block_hash(block_hash) for block_hash in hashes]
 
 
 def _extra_keys(request: Request, start: int, end: int, block: int) -> Any:

@@ -1,0 +1,373 @@
+"""KV events of the store, beside those that vLLM's block pool makes for the same blocks."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+import zmq
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from kvfold import identity
+from kvfold.mesh import Mesh
+from kvfold.plan import plan
+from kvfold.spec import GroupSpec, LayerSpec
+from kvfold.vllm import events as room
+from kvfold.vllm.events import EventGroup, Events, block_hashes, event_groups
+from kvfold.vllm.metrics import Recorder
+
+HASH, BLOCK = 4, 8
+FULL = EventGroup(0, BLOCK, 2, False, "full_attention", None)
+WINDOW = EventGroup(1, BLOCK, 1, False, "sliding_window", 9)
+STATE = EventGroup(2, 16, 1, True, "mamba", None)
+SPAN = FULL.tokens_per_block * FULL.blocks_per_chunk
+
+init_none_hash(sha256)
+
+
+@pytest.fixture(autouse=True)
+def _hashes_as_bytes(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
+def make_request(tokens=64, first=0, **changes):
+    return Request(
+        f"r{first}",
+        list(range(first, first + tokens)),
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=get_request_block_hasher(HASH, sha256),
+        **changes,
+    )
+
+
+def feature(name, offset, length):
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=name, mm_position=PlaceholderRange(offset, length)
+    )
+
+
+def make_events(*groups, recorder=None):
+    return Events(groups or (FULL,), HASH, enabled=True, recorder=recorder or Recorder())
+
+
+def told(events, request, ends, group=0, stored=None, job=1):
+    """The events after a store of chunks with these ends."""
+    events.ordered(job, group, request, ends)
+    assert events.take() == []
+    events.ended(job, bytes([1] * len(ends)) if stored is None else stored)
+    return events.take()
+
+
+def engine_events(request, first, last, block=BLOCK, group=0):
+    """What vLLM says when it caches blocks [first, last) of `request`."""
+    pool = BlockPool(64, True, HASH, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(last)
+    pool.cache_full_blocks(request, blocks, first, last, block, group)
+    return pool.take_events()
+
+
+def as_ours(event, kind, window=None):
+    return msgspec.structs.replace(
+        event, medium="CPU", locality="LOCAL", kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=window,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"cache_salt": "s"},
+        {"lora_request": LoRARequest("adapter", 3, "/nowhere")},
+        {"mm_features": [feature("a", 2, 3), feature("b", 14, 20), feature("c", 40, 8)]},
+        {"prompt_embeds": torch.arange(64.0).reshape(64, 1)},
+        {"session_id": "session"},
+    ],
+    ids=lambda changes: next(iter(changes), "plain"),
+)
+def test_stored_chunks_are_announced_as_the_engine_announces_the_same_blocks(changes, first):
+    request = make_request(**changes)
+    ends = [SPAN * (i + 1) for i in range(first, 4)]
+    [theirs] = engine_events(request, first * 2, 8)
+    assert told(make_events(), request, ends) == [as_ours(theirs, "full_attention")]
+
+
+def test_blocks_are_as_long_as_over_all_ranks_of_dcp():
+    request, scaled = make_request(), EventGroup(0, 2 * BLOCK, 1, False, "mla_attention", None)
+    [event] = told(make_events(scaled), request, [16, 32])
+    [theirs] = engine_events(request, 0, 2, block=2 * BLOCK)
+    assert event == as_ours(theirs, "mla_attention")
+    assert (event.block_size, len(event.block_hashes), len(event.token_ids)) == (16, 2, 32)
+
+
+def test_a_window_chunk_is_only_its_blocks_before_the_boundary():
+    request = make_request()
+    first, second = told(make_events(FULL, WINDOW), request, [32, 64], group=1)
+    for event, end in ((first, 32), (second, 64)):
+        [theirs] = engine_events(request, end // BLOCK - 1, end // BLOCK, group=1)
+        assert event == as_ours(theirs, "sliding_window", 9)
+        assert event.token_ids == list(range(end - BLOCK, end))
+
+
+def test_a_state_is_its_block_or_inside_one_its_last_hash():
+    request = make_request()
+    inside, at_end = told(make_events(FULL, WINDOW, STATE), request, [40, 48], group=2)
+    [theirs] = engine_events(request, 2, 3, block=16, group=2)
+    assert at_end == as_ours(theirs, "mamba")
+    pool = BlockPool(64, True, HASH, enable_kv_cache_events=True)
+    pool.cache_partial_block(request, pool.get_new_blocks(1)[0], 40, 2, 16)
+    [theirs] = pool.take_events()
+    assert inside == as_ours(theirs, "mamba")
+
+
+def test_only_chunks_that_the_store_has_are_announced_each_part_with_its_parent():
+    request = make_request(tokens=6 * SPAN)
+    ends = [SPAN * (i + 1) for i in range(6)]
+    found = told(make_events(), request, ends, stored=bytes([0, 1, 3, 0, 0, 2]))
+    expected = [engine_events(request, 2, 6), engine_events(request, 10, 12)]
+    assert found == [as_ours(event, "full_attention") for [event] in expected]
+    assert told(make_events(), request, ends, stored=bytes(6)) == []
+    assert told(make_events(), request, ends, stored=None, job=2) != []
+
+
+def test_a_job_that_stored_nothing_or_is_unknown_says_nothing():
+    events = make_events()
+    events.ordered(1, 0, make_request(), [SPAN])
+    events.ended(1, None)
+    events.ended(1, b"\1")
+    events.ended(7, b"\1\1")
+    assert events.take() == []
+
+
+def test_gaps_between_chunks_part_the_events():
+    request = make_request()
+    events = told(make_events(), request, [16, 32, 64])
+    assert [(e.token_ids[0], len(e.token_ids)) for e in events] == [(0, 32), (48, 16)]
+    assert events[1].parent_block_hash == request.block_hashes[11]
+
+
+def test_what_was_ordered_is_told_although_the_request_went_on():
+    events, request = make_events(), make_request()
+    events.ordered(1, 0, request, [SPAN])
+    request._all_token_ids[:] = [7] * 64
+    request.block_hashes[:] = [b"x" * 32] * 16
+    events.ended(1, b"\1")
+    [theirs] = engine_events(make_request(), 0, 2)
+    assert events.take() == [as_ours(theirs, "full_attention")]
+
+
+def test_a_consumer_that_matches_block_by_block_finds_the_whole_prefix():
+    """One that knows no chunks: it asks for hashes at the engine's own granularity."""
+    request, known = make_request(), {}
+    for event in told(make_events(), request, [16, 32, 48]):
+        parent = event.parent_block_hash
+        for i, block_hash in enumerate(event.block_hashes):
+            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+            known[block_hash] = (parent, tokens)
+            parent = block_hash
+    same, longer = make_request(), make_request(tokens=80)
+    for other, blocks in ((same, 6), (longer, 6), (make_request(first=1), 0)):
+        hashes, parent, matched = other.block_hashes[1::2], None, 0
+        while matched < len(hashes) and hashes[matched] in known:
+            linked, tokens = known[hashes[matched]]
+            assert (linked, tokens) == (parent, other.all_token_ids[matched * 8 : matched * 8 + 8])
+            parent = hashes[matched]
+            matched += 1
+        assert matched == blocks
+
+
+def test_a_chunk_is_announced_once_until_it_is_removed():
+    events, request = make_events(), make_request()
+    [event] = told(events, request, [16, 32])
+    assert told(events, request, [16, 32]) == []
+    [rest] = told(events, request, [16, 32, 48])
+    assert rest.block_hashes == request.block_hashes[9:12:2]
+    events.removed([request.block_hashes[7]], 0)
+    [removed] = events.take()
+    assert removed == BlockRemoved(event.block_hashes[2:], "CPU", 0, "LOCAL")
+    events.removed([request.block_hashes[7]], 0)
+    assert events.take() == []
+    [again] = told(events, request, [16, 32, 48])
+    assert again.block_hashes == event.block_hashes[2:]
+
+
+def test_removals_by_key_name_all_blocks_of_their_group():
+    events, request = make_events(FULL, WINDOW), make_request()
+    told(events, request, [16, 32])
+    told(events, request, [16, 32], group=1)
+    namespace = identity.namespace(bytes(32), 1)
+    for hash_bytes in (32, 16):
+        ends = [request.block_hashes[i][:hash_bytes] for i in (3, 7)]
+        keys = identity.chunk_keys(namespace, b"".join(ends), hash_bytes)
+        assert block_hashes(namespace, keys, hash_bytes) == ends
+    events.removed([*ends, *(request.block_hashes[i] for i in (3, 7))], 1)
+    [event] = events.take()
+    assert (event.block_hashes, event.group_idx) == ([request.block_hashes[i] for i in (3, 7)], 1)
+
+
+def test_after_a_reset_everything_told_is_withdrawn_and_running_jobs_say_nothing():
+    events, request = make_events(FULL, WINDOW), make_request()
+    told(events, request, [16])
+    told(events, request, [16, 64], group=1)
+    events.ordered(5, 0, request, [32])
+    events.cleared()
+    events.ended(5, b"\1")
+    full, window = events.take()
+    assert (full.block_hashes, full.group_idx) == (request.block_hashes[1:4:2], 0)
+    assert (window.block_hashes, window.group_idx) == (
+        [request.block_hashes[i] for i in (3, 15)],
+        1,
+    )
+    events.cleared()
+    assert events.take() == []
+    assert len(told(events, request, [16], job=6)) == 1
+
+
+def test_chunks_told_too_long_ago_end_at_their_last_block_and_a_reset_clears_all(monkeypatch):
+    monkeypatch.setattr(room, "MAX_ANNOUNCED", 2)
+    events, request = make_events(), make_request()
+    told(events, request, [16, 32, 48])
+    events.removed([request.block_hashes[3], request.block_hashes[7]], 0)
+    [event] = events.take()
+    assert event.block_hashes == [request.block_hashes[i] for i in (3, 5, 7)]
+    events.cleared()
+    assert events.take() == [AllBlocksCleared()]
+    events.removed([request.block_hashes[3]], 0)
+    events.cleared()
+    assert events.take() == []
+
+
+def test_jobs_and_events_that_nobody_ends_or_takes_are_dropped_and_counted(monkeypatch):
+    monkeypatch.setattr(room, "MAX_JOBS", 2)
+    monkeypatch.setattr(room, "MAX_PENDING", 1)
+    recorder, request = Recorder(), make_request()
+    events = make_events(recorder=recorder)
+    for job in (1, 2, 3):
+        events.ordered(job, 0, request, [SPAN * job])
+    for job in (1, 2, 3):
+        events.ended(job, b"\1")
+    [event] = events.take()
+    assert event.token_ids[0] == 2 * SPAN
+    assert recorder.take().data == {"events_dropped": {"": 2}}
+
+
+def test_nothing_is_told_if_events_are_off():
+    events = Events((FULL,), HASH, enabled=False, recorder=Recorder())
+    assert told(events, make_request(), [16]) == []
+    events.removed([make_request().block_hashes[3]], 0)
+    events.cleared()
+    assert events.take() == []
+
+
+def test_hashes_are_whole_numbers_where_vllm_is_set_so(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    events, request = make_events(), make_request()
+    [theirs] = engine_events(request, 2, 4)
+    assert isinstance(theirs.block_hashes[0], int)
+    assert told(events, request, [32]) == [as_ours(theirs, "full_attention")]
+    events.removed([request.block_hashes[7]], 0)
+    [removed] = events.take()
+    assert removed.block_hashes == theirs.block_hashes
+
+
+def test_groups_are_described_as_the_engine_describes_them():
+    def layer(name, kind="full_attention", **changes):
+        return LayerSpec(name=name, kind=kind, **{"block_size": 8, "num_kv_heads": 1} | changes)
+
+    state = layer(
+        "m", "mamba2", block_size=16, tokens_per_state=16, head_bytes=8, dcp_sharded=False,
+        encoding="opaque", page_bytes=8,
+    )  # fmt: skip
+    groups = [
+        GroupSpec(0, [layer("a", head_bytes=8)], blocks_per_chunk=2),
+        GroupSpec(0, [layer("d", head_bytes=8)], is_draft=True, blocks_per_chunk=2),
+        GroupSpec(1, [layer("w", "sliding_window", head_bytes=8, window=9)]),
+        GroupSpec(3, [state]),
+        GroupSpec(4, [layer("own", head_bytes=8)], is_draft=True),
+    ]
+    stored = plan(groups, Mesh()).stored
+    attention = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=8, **attention)
+    specs = [
+        full,
+        SlidingWindowSpec(block_size=8, sliding_window=9, **attention),
+        full,
+        MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float32,)),
+        full,
+    ]
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec([str(i)], s) for i, s in enumerate(specs)])
+    described = event_groups(stored, config)
+    assert described == (
+        FULL,
+        EventGroup(0, 8, 2, False, "full_attention", None, told=False),
+        WINDOW,
+        EventGroup(3, 16, 1, True, "mamba", None),
+        EventGroup(4, 8, 1, False, "full_attention", None),
+    )
+    assert told(make_events(*described), make_request(), [16], group=1) == []
+
+
+def test_a_subscriber_decodes_them_with_vllms_types(tmp_path):
+    events, request = make_events(FULL, WINDOW), make_request()
+    sent = told(events, request, [16, 32]) + told(events, request, [64], group=1)
+    events.cleared()
+    sent += [*events.take(), AllBlocksCleared()]
+    endpoint = f"ipc://{tmp_path}/events"
+    publisher = ZmqEventPublisher(0, endpoint=endpoint)
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    try:
+        socket.connect(endpoint)
+        socket.subscribe(b"")
+        deadline = time.monotonic() + 30
+        while not socket.poll(50):  # what is published before the subscription arrives is lost
+            assert time.monotonic() < deadline
+            publisher.publish(KVEventBatch(ts=0.0, events=sent))
+        _, _, payload = socket.recv_multipart()
+    finally:
+        socket.close(linger=0)
+        publisher.shutdown()
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert [type(event) for event in batch.events] == [
+        BlockStored, BlockStored, BlockRemoved, BlockRemoved, AllBlocksCleared,
+    ]  # fmt: skip
+    assert batch.events == sent
+    assert batch.events[0].kv_cache_spec_kind == "full_attention"
+
+
+def test_a_long_prompt_is_one_event():
+    request = SimpleNamespace(
+        all_token_ids=list(range(131_072)), block_hashes=[bytes(32)] * 32_768, lora_request=None,
+        mm_features=[], cache_salt=None, prompt_embeds=None, session_id=None,
+    )  # fmt: skip
+    events = make_events()
+    [event] = told(events, request, range(SPAN, 131_073, SPAN))
+    assert len(event.token_ids) == 131_072
+    assert len(event.block_hashes) == 131_072 // BLOCK
