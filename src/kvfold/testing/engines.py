@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvfold.errors import KvfoldError
+from kvfold.testing.needs import engine_needs
 
 Step = Mapping[str, Any]
 
@@ -83,18 +84,11 @@ def llm_arguments(
         "max_num_seqs": 8,
         "seed": 0,
         "disable_log_stats": False,
+        **engine_needs(Path(model)),
     }
-    if _is_mla(Path(model)):
-        # vLLM 0.32's CPU kernel rotates MLA's strided keys wrongly, and differently for every
-        # number of tokens computed at once: a prefix's bytes would change with what follows it.
-        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if connector is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(connector)
     return {**arguments, **(engine_args or {})}
-
-
-def _is_mla(model: Path) -> bool:
-    return "kv_lora_rank" in json.loads((model / "config.json").read_text())
 
 
 # ---------------------------------------------------------------- steps, in either kind of engine

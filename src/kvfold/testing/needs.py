@@ -1,0 +1,38 @@
+"""The engine arguments that a model needs on a CPU with vLLM 0.32, read off its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_SCAN = {"worker_extension_cls": "kvfold.testing.mamba2.Mamba2OnCpu"}
+_STATES: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": _SCAN,
+    "mamba2": _SCAN,
+    "qwen3_next": {"dtype": "bfloat16"},  # all that the CPU kernel takes
+}
+
+
+def engine_needs(model: Path) -> dict[str, Any]:
+    """Return arguments of `vllm.LLM` for the checkpoint in `model`; empty for most."""
+    config = json.loads((model / "config.json").read_text())
+    needs: dict[str, Any] = {}
+    if "kv_lora_rank" in config:
+        # The CPU kernel rotates MLA's strided keys wrongly, and differently for every number of
+        # tokens computed at once: a prefix's bytes would change with what follows it.
+        needs["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if config.get("num_nextn_predict_layers"):
+        needs["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+    draft = model / "draft"
+    if draft.is_dir():
+        needs["speculative_config"] = {
+            "method": "eagle",
+            "model": str(draft),
+            "num_speculative_tokens": 2,
+        }
+    if config["model_type"] in _STATES:
+        # Otherwise an engine keeps no state that another request could begin with.
+        needs |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+        needs |= _STATES[config["model_type"]]
+    return needs
