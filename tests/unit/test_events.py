@@ -146,6 +146,8 @@ def test_a_state_is_its_block_or_inside_one_its_last_hash():
     pool.cache_partial_block(request, pool.get_new_blocks(1)[0], 40, 2, 16)
     [theirs] = pool.take_events()
     assert inside == as_ours(theirs, "mamba")
+    both = told(make_events(FULL, WINDOW, STATE), request, [40, 56], group=2)
+    assert [event.token_ids for event in both] == [[36, 37, 38, 39], [52, 53, 54, 55]]
 
 
 def test_only_chunks_that_the_store_has_are_announced_each_part_with_its_parent():
@@ -154,6 +156,11 @@ def test_only_chunks_that_the_store_has_are_announced_each_part_with_its_parent(
     found = told(make_events(), request, ends, stored=bytes([0, 1, 3, 0, 0, 2]))
     expected = [engine_events(request, 2, 6), engine_events(request, 10, 12)]
     assert found == [as_ours(event, "full_attention") for [event] in expected]
+    events = make_events()
+    told(events, request, ends, stored=bytes([0, 1, 3, 0, 0, 2]))
+    events.cleared()
+    [withdrawn] = events.take()
+    assert withdrawn.block_hashes == [h for event in found for h in event.block_hashes]
     assert told(make_events(), request, ends, stored=bytes(6)) == []
     assert told(make_events(), request, ends, stored=None, job=2) != []
 
@@ -265,17 +272,26 @@ def test_chunks_told_too_long_ago_end_at_their_last_block_and_a_reset_clears_all
     assert events.take() == []
 
 
-def test_jobs_and_events_that_nobody_ends_or_takes_are_dropped_and_counted(monkeypatch):
+def test_jobs_that_never_end_are_forgotten_and_counted(monkeypatch):
     monkeypatch.setattr(room, "MAX_JOBS", 2)
-    monkeypatch.setattr(room, "MAX_PENDING", 1)
     recorder, request = Recorder(), make_request()
     events = make_events(recorder=recorder)
     for job in (1, 2, 3):
         events.ordered(job, 0, request, [SPAN * job])
     for job in (1, 2, 3):
         events.ended(job, b"\1")
-    [event] = events.take()
-    assert event.token_ids[0] == 2 * SPAN
+    assert [event.token_ids[0] for event in events.take()] == [SPAN, 2 * SPAN]
+    assert recorder.take().data == {"events_dropped": {"": 1}}
+
+
+def test_events_that_nobody_takes_are_dropped_and_counted(monkeypatch):
+    monkeypatch.setattr(room, "MAX_PENDING", 1)
+    recorder, request = Recorder(), make_request()
+    events = make_events(recorder=recorder)
+    for job in (1, 2, 3):
+        events.ordered(job, 0, request, [SPAN * job])
+        events.ended(job, b"\1")
+    assert [event.token_ids[0] for event in events.take()] == [2 * SPAN]
     assert recorder.take().data == {"events_dropped": {"": 2}}
 
 
