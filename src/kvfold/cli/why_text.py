@@ -87,14 +87,16 @@ def _miss(miss: dict[str, Any]) -> str:
 
 def _offers(record: dict[str, Any]) -> list[str]:
     found, offered = record.get("found_tokens"), record.get("offered_tokens")
-    loaded = record.get("loaded_tokens")
+    loaded, local = record.get("loaded_tokens"), record.get("local_tokens") or 0
     told = []
-    if (found, offered) != (loaded, loaded):
+    as_found = isinstance(offered, int) and found in (offered, offered + local)
+    if offered != loaded or not as_found:
         told.append(
             f"  the store could serve {_count(found)} tokens; {_count(offered)} were offered to "
             f"the scheduler, {_count(loaded)} loaded"
         )
-    if record.get("reason") and record["misses"]:
+    misses = record["misses"]
+    if record.get("reason") and misses and record["reason"] != misses[0].get("reason"):
         told.append(f"  {record['reason']}")
     return told
 
@@ -105,8 +107,8 @@ def _elsewhere(miss: dict[str, Any]) -> list[str]:
         where = f"({'in host memory' if place['tier'] == 'host' else 'on disk'})"
         if place["differs"] == "epoch":
             told.append(
-                f"the same tokens are stored {where} under the same identity, but apart from it: "
-                "before or after a reset of the cache, or for another adapter"
+                f"the same tokens are stored {where} under the same identity in another epoch: "
+                "before or after a reset of the cache"
             )
         elif place["differs"] is None:
             told.append(
