@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -39,7 +40,8 @@ from kvfold.mesh import Mesh
 from kvfold.plan import plan
 from kvfold.spec import GroupSpec, LayerSpec
 from kvfold.vllm import events as room
-from kvfold.vllm.events import EventGroup, Events, block_hashes, event_groups
+from kvfold.vllm.events import EventGroup, Events, event_groups
+from kvfold.vllm.messages import StoreOrder
 from kvfold.vllm.metrics import Recorder
 
 HASH, BLOCK = 4, 8
@@ -73,15 +75,37 @@ def feature(name, offset, length):
     )
 
 
-def make_events(*groups, recorder=None):
-    return Events(groups or (FULL,), HASH, enabled=True, recorder=recorder or Recorder())
+def make_events(*groups, recorder=None, enabled=True):
+    recorder = recorder or Recorder()
+    return Events(groups or (FULL,), HASH, 32, enabled=enabled, recorder=recorder)
+
+
+def namespace(group=0):
+    return identity.namespace(bytes(32), group)
+
+
+def keys_of(request, ends, group=0):
+    hashes = b"".join(request.block_hashes[end // HASH - 1] for end in ends)
+    return identity.chunk_keys(namespace(group), hashes, 32)
+
+
+def order(events, request, ends, group=0, job=1, keys=None):
+    """As `Storing` orders the chunks that end there."""
+    keys = keys_of(request, ends, group) if keys is None else keys
+    blocks = np.ones((len(ends), 1), np.int32)
+    events.ordered(StoreOrder(job, group, namespace(group), keys, blocks, False), request, ends)
 
 
 def told(events, request, ends, group=0, stored=None, job=1):
     """The events after a store of chunks with these ends."""
-    events.ordered(job, group, request, ends)
+    order(events, request, ends, group, job)
     assert events.take() == []
     events.ended(job, bytes([1] * len(ends)) if stored is None else stored)
+    return events.take()
+
+
+def remove(events, request, ends, group=0):
+    events.removed(group, namespace(group), keys_of(request, ends, group))
     return events.take()
 
 
@@ -167,7 +191,7 @@ def test_only_chunks_that_the_store_has_are_announced_each_part_with_its_parent(
 
 def test_a_job_that_stored_nothing_or_is_unknown_says_nothing():
     events = make_events()
-    events.ordered(1, 0, make_request(), [SPAN])
+    order(events, make_request(), [SPAN])
     events.ended(1, None)
     events.ended(1, b"\1")
     events.ended(7, b"\1\1")
@@ -183,7 +207,7 @@ def test_gaps_between_chunks_part_the_events():
 
 def test_what_was_ordered_is_told_although_the_request_went_on():
     events, request = make_events(), make_request()
-    events.ordered(1, 0, request, [SPAN])
+    order(events, request, [SPAN])
     request._all_token_ids[:] = [7] * 64
     request.block_hashes[:] = [b"x" * 32] * 16
     events.ended(1, b"\1")
@@ -217,34 +241,47 @@ def test_a_chunk_is_announced_once_until_it_is_removed():
     assert told(events, request, [16, 32]) == []
     [rest] = told(events, request, [16, 32, 48])
     assert rest.block_hashes == request.block_hashes[9:12:2]
-    events.removed([request.block_hashes[7]], 0)
-    [removed] = events.take()
+    [removed] = remove(events, request, [32])
     assert removed == BlockRemoved(event.block_hashes[2:], "CPU", 0, "LOCAL")
-    events.removed([request.block_hashes[7]], 0)
-    assert events.take() == []
+    assert remove(events, request, [32]) == []
     [again] = told(events, request, [16, 32, 48])
     assert again.block_hashes == event.block_hashes[2:]
 
 
-def test_removals_by_key_name_all_blocks_of_their_group():
+def test_removals_name_the_blocks_of_their_own_group_whatever_its_keys_were_made_of():
     events, request = make_events(FULL, WINDOW), make_request()
     told(events, request, [16, 32])
     told(events, request, [16, 32], group=1)
-    namespace = identity.namespace(bytes(32), 1)
-    for hash_bytes in (32, 16):
-        ends = [request.block_hashes[i][:hash_bytes] for i in (3, 7)]
-        keys = identity.chunk_keys(namespace, b"".join(ends), hash_bytes)
-        assert block_hashes(namespace, keys, hash_bytes) == ends
-    events.removed([*ends, *(request.block_hashes[i] for i in (3, 7))], 1)
-    [event] = events.take()
+    assert remove(events, request, [48], group=1) == []
+    [event] = remove(events, request, [16, 32], group=1)
     assert (event.block_hashes, event.group_idx) == ([request.block_hashes[i] for i in (3, 7)], 1)
+    order(events, request, [48], keys=b"k" * 32)  # as an adapter's
+    events.ended(1, b"\1")
+    [stored] = events.take()
+    events.removed(0, namespace(), b"k" * 32)
+    [event] = events.take()
+    assert event.block_hashes == stored.block_hashes
+
+
+def test_a_chunk_is_announced_if_all_workers_say_that_it_is_stored():
+    events, request = make_events(), make_request()
+    order(events, request, [16, 32, 48])
+    events.reported(1, b"\1\1\0")
+    events.reported(7, b"\1")
+    events.ended(1, b"\0\1\1")
+    [event] = events.take()
+    assert event.token_ids == list(range(16, 32))
+    order(events, request, [16], job=2)
+    events.reported(2, b"\1")
+    events.ended(2)
+    assert len(events.take()) == 1
 
 
 def test_after_a_reset_everything_told_is_withdrawn_and_running_jobs_say_nothing():
     events, request = make_events(FULL, WINDOW), make_request()
     told(events, request, [16])
     told(events, request, [16, 64], group=1)
-    events.ordered(5, 0, request, [32])
+    order(events, request, [32], job=5)
     events.cleared()
     events.ended(5, b"\1")
     full, window = events.take()
@@ -262,12 +299,11 @@ def test_chunks_told_too_long_ago_end_at_their_last_block_and_a_reset_clears_all
     monkeypatch.setattr(room, "MAX_ANNOUNCED", 2)
     events, request = make_events(), make_request()
     told(events, request, [16, 32, 48])
-    events.removed([request.block_hashes[3], request.block_hashes[7]], 0)
-    [event] = events.take()
+    [event] = remove(events, request, [16, 32])
     assert event.block_hashes == [request.block_hashes[i] for i in (3, 5, 7)]
     events.cleared()
     assert events.take() == [AllBlocksCleared()]
-    events.removed([request.block_hashes[3]], 0)
+    assert remove(events, request, [16]) == []
     events.cleared()
     assert events.take() == []
 
@@ -277,7 +313,7 @@ def test_jobs_that_never_end_are_forgotten_and_counted(monkeypatch):
     recorder, request = Recorder(), make_request()
     events = make_events(recorder=recorder)
     for job in (1, 2, 3):
-        events.ordered(job, 0, request, [SPAN * job])
+        order(events, request, [SPAN * job], job=job)
     for job in (1, 2, 3):
         events.ended(job, b"\1")
     assert [event.token_ids[0] for event in events.take()] == [SPAN, 2 * SPAN]
@@ -289,16 +325,16 @@ def test_events_that_nobody_takes_are_dropped_and_counted(monkeypatch):
     recorder, request = Recorder(), make_request()
     events = make_events(recorder=recorder)
     for job in (1, 2, 3):
-        events.ordered(job, 0, request, [SPAN * job])
+        order(events, request, [SPAN * job], job=job)
         events.ended(job, b"\1")
     assert [event.token_ids[0] for event in events.take()] == [2 * SPAN]
     assert recorder.take().data == {"events_dropped": {"": 2}}
 
 
 def test_nothing_is_told_if_events_are_off():
-    events = Events((FULL,), HASH, enabled=False, recorder=Recorder())
+    events = make_events(enabled=False)
     assert told(events, make_request(), [16]) == []
-    events.removed([make_request().block_hashes[3]], 0)
+    assert remove(events, make_request(), [16]) == []
     events.cleared()
     assert events.take() == []
 
@@ -309,8 +345,7 @@ def test_hashes_are_whole_numbers_where_vllm_is_set_so(monkeypatch):
     [theirs] = engine_events(request, 2, 4)
     assert isinstance(theirs.block_hashes[0], int)
     assert told(events, request, [32]) == [as_ours(theirs, "full_attention")]
-    events.removed([request.block_hashes[7]], 0)
-    [removed] = events.take()
+    [removed] = remove(events, request, [32])
     assert removed.block_hashes == theirs.block_hashes
 
 
@@ -380,10 +415,11 @@ def test_a_subscriber_decodes_them_with_vllms_types(tmp_path):
 
 def test_a_long_prompt_is_one_event():
     request = SimpleNamespace(
-        all_token_ids=list(range(131_072)), block_hashes=[bytes(32)] * 32_768, lora_request=None,
+        all_token_ids=list(range(131_072)), lora_request=None,
+        block_hashes=[i.to_bytes(32, "big") for i in range(32_768)],
         mm_features=[], cache_salt=None, prompt_embeds=None, session_id=None,
     )  # fmt: skip
     events = make_events()
-    [event] = told(events, request, range(SPAN, 131_073, SPAN))
+    [event] = told(events, request, np.arange(SPAN, 131_073, SPAN))
     assert len(event.token_ids) == 131_072
     assert len(event.block_hashes) == 131_072 // BLOCK

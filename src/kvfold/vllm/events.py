@@ -19,12 +19,13 @@ the store's business, and it is removed when neither does.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     AllBlocksCleared,
@@ -40,6 +41,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvfold import identity
+from kvfold.identity import KEY_BYTES
 from kvfold.spans import is_state
 from kvfold.vllm import metrics
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvfold.plan import GroupPlan
+    from kvfold.vllm.messages import StoreOrder
 
 MAX_JOBS = 4096
 """Jobs whose end is awaited; the oldest are forgotten."""
@@ -95,13 +98,6 @@ def event_groups(
     )
 
 
-def block_hashes(namespace: bytes, keys: bytes, hash_bytes: int) -> list[bytes]:
-    """The block hashes that `identity.chunk_keys` made `keys` from."""
-    width = identity.KEY_BYTES
-    hashes = identity.chunk_keys(namespace, keys, width)  # its own inverse
-    return [hashes[i : i + hash_bytes] for i in range(0, len(hashes), width)]
-
-
 @dataclass(frozen=True)
 class _Run:
     """Chunks that follow each other: an event that would tell of all, and the unconverted hashes
@@ -110,6 +106,15 @@ class _Run:
     event: Any
     hashes: list[bytes]
     chunks: int
+
+
+@dataclass
+class _Job:
+    group: int
+    keys: bytes
+    runs: list[_Run]
+    stored: NDArray[np.bool_] | None = None
+    """Per chunk, whether all workers that have ended say that the store has it."""
 
 
 class Events:
@@ -123,15 +128,17 @@ class Events:
         self,
         groups: Sequence[EventGroup],
         tokens_per_hash: int,
+        hash_bytes: int,
         *,
         enabled: bool,
         recorder: metrics.Recorder,
     ) -> None:
         self.enabled = enabled
-        self._groups, self._tokens_per_hash, self._recorder = groups, tokens_per_hash, recorder
-        self._jobs: OrderedDict[int, tuple[int, list[_Run]]] = OrderedDict()
+        self._groups, self._recorder = groups, recorder
+        self._tokens_per_hash, self._hash_bytes = tokens_per_hash, hash_bytes
+        self._jobs: OrderedDict[int, _Job] = OrderedDict()
         self._pending: deque[KVCacheEvent] = deque()
-        # By group: the hash at a chunk's end -> those of all its blocks.
+        # By group: a chunk's key -> the hashes of its blocks.
         self._announced: list[OrderedDict[bytes, tuple[bytes, ...]]] = [
             OrderedDict() for _ in groups
         ]
@@ -139,18 +146,17 @@ class Events:
 
     # -- stores --------------------------------------------------------------------------------
 
-    def ordered(self, job: int, group: int, request: Request, ends_tokens: Sequence[int]) -> None:
+    def ordered(self, order: StoreOrder, request: Request, ends_tokens: Sequence[int]) -> None:
         """The store of chunks of `request` was ordered; they end at these tokens, ascending."""
-        if not self.enabled or not self._groups[group].told or not len(ends_tokens):
+        if not self.enabled or not self._groups[order.group].told or not len(ends_tokens):
             return
-        ends = np.asarray(ends_tokens, dtype=np.int64)
-        facts = self._groups[group]
+        facts, ends = self._groups[order.group], np.asarray(ends_tokens, dtype=np.int64)
         span = facts.tokens_per_block * facts.blocks_per_chunk
         # States may begin anywhere, so each is told of by itself.
         breaks = np.full(len(ends) - 1, True) if facts.state else np.diff(ends) != span
         runs = np.split(ends, np.flatnonzero(breaks) + 1)
         told = [self._run(facts, request, int(run[0]), len(run)) for run in runs]
-        self._jobs[job] = group, told
+        self._jobs[order.job] = _Job(order.group, order.keys, told)
         while len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
             self._recorder.add(metrics.EVENTS_DROPPED)
@@ -183,39 +189,44 @@ class Events:
         )
         return _Run(event, hashes, chunks)
 
-    def ended(self, job: int, stored: bytes | None) -> None:
-        """All workers have ended `job`. `stored` has a byte per chunk in the order of the job, not
-        0 if the store has the chunk, from now or before; None: it has none of them. What was
-        announced and has not been removed is not announced again.
+    def reported(self, job: int, stored: bytes) -> None:
+        """Some workers have ended `job`. `stored` has a byte per chunk in the order of the job, not
+        0 if the store has the chunk, from now or before, as far as they know."""
+        waiting = self._jobs.get(job)
+        if waiting is not None:
+            flags = np.frombuffer(stored, dtype=np.uint8) != 0
+            waiting.stored = flags if waiting.stored is None else waiting.stored & flags
+
+    def ended(self, job: int, stored: bytes | None = None) -> None:
+        """All workers have ended `job`; `stored` is what the last of them report, if they do.
+
+        What was announced and has not been removed is not announced again.
         """
-        group, runs = self._jobs.pop(job, (0, []))
-        if stored is None:
+        if stored is not None:
+            self.reported(job, stored)
+        ended = self._jobs.pop(job, None)
+        if ended is None or ended.stored is None:
             return
-        assert not runs or len(stored) == sum(run.chunks for run in runs)
-        width, at = self._groups[group].blocks_per_chunk, 0
-        for run in runs:
-            flags = np.frombuffer(stored, dtype=np.uint8, count=run.chunks, offset=at) != 0
+        announced, at = self._announced[ended.group], 0
+        width = self._groups[ended.group].blocks_per_chunk
+        for run in ended.runs:
+            keys = _split(ended.keys[at * KEY_BYTES : (at + run.chunks) * KEY_BYTES])
+            known = np.fromiter(map(announced.__contains__, keys), np.bool_, run.chunks)
+            flags = ended.stored[at : at + run.chunks] & ~known
             at += run.chunks
-            known = map(self._announced[group].__contains__, run.hashes[width - 1 :: width])
-            flags &= ~np.fromiter(known, dtype=np.bool_, count=run.chunks)
             edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
             for first, last in zip(edges[::2], edges[1::2], strict=True):
                 self._tell(_part(run, first, last, width))
-                hashes = run.hashes[first * width : last * width]
-                blocks = zip(*[iter(hashes)] * width, strict=True)
-                self._remember(group, zip(hashes[width - 1 :: width], blocks, strict=True))
-
-    def _remember(self, group: int, chunks: Iterable[tuple[bytes, tuple[bytes, ...]]]) -> None:
-        announced = self._announced[group]
-        announced.update(chunks)
+                blocks = zip(*[iter(run.hashes[first * width : last * width])] * width, strict=True)
+                announced.update(zip(keys[first:last], blocks, strict=True))
         while len(announced) > MAX_ANNOUNCED:
             announced.popitem(last=False)
             self._forgotten = True
 
     # -- removals ------------------------------------------------------------------------------
 
-    def removed(self, hashes: Sequence[bytes], group: int) -> None:
-        """The store has lost the chunks that end with these block hashes, in every tier.
+    def removed(self, group: int, namespace: bytes, keys: bytes) -> None:
+        """The store has lost chunks of this group and namespace, in every tier.
 
         Chunks that were not announced (another engine's) are passed over. Of those announced so
         long ago that they were forgotten only the last block is named, which ends the prefix.
@@ -223,8 +234,9 @@ class Events:
         if not self.enabled or not self._groups[group].told:
             return
         announced, gone = self._announced[group], list[bytes]()
-        for chunk in hashes:
-            gone += announced.pop(chunk, (chunk,) if self._forgotten else ())
+        ends = _split(identity.chunk_keys(namespace, keys, KEY_BYTES))  # its own inverse
+        for key, end in zip(_split(keys), ends, strict=True):
+            gone += announced.pop(key, (end[: self._hash_bytes],) if self._forgotten else ())
         self._tell_removed(group, gone)
 
     def _tell_removed(self, group: int, hashes: list[bytes]) -> None:
@@ -266,6 +278,10 @@ class Events:
         events = list(self._pending)
         self._pending.clear()
         return events
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
 
 def _external(hashes: list[bytes]) -> list[bytes | int]:
