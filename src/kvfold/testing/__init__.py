@@ -2,3 +2,7 @@
 
 Nothing here is imported by the planner, the store or the connector.
 """
+
+from kvfold.testing.drain import NotDrained, drain
+
+__all__ = ["NotDrained", "drain"]

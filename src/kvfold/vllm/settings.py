@@ -43,6 +43,10 @@ class ConnectorSettings:
     """Chunks audited at the start of every run: replicas' bytes are compared before folding."""
     audit_every: int = 256
     """Later on, one store job in this many is audited; 0: none."""
+    metrics_port: int = 0
+    """Port at which a store that this engine starts serves its metrics; 0: none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port."""
     digest_dir: str | None = None
     """Debugging: record a digest of every rank's bytes per stored and loaded chunk in this folder.
     """
@@ -108,4 +112,6 @@ class ConnectorSettings:
             private=self.private,
             runtime_dir=self.runtime_dir,
             linger_s=self.linger_s,
+            metrics_port=self.metrics_port,
+            metrics_host=self.metrics_host,
         )
