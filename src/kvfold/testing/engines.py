@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvfold.errors import KvfoldError
-from kvfold.testing.needs import engine_needs
+from kvfold.testing.needs import engine_needs, few_threads
 
 Step = Mapping[str, Any]
 
@@ -56,7 +56,6 @@ def engine_env(tp: int = 1) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHDYNAMO_DISABLE": "1",  # the first logprobs would compile a kernel, for 13 s
-        "OMP_NUM_THREADS": "1",  # as many threads as cores wait in turn once anything else runs
     }
     if tp == 1:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # would pin the test's own threads too
@@ -281,7 +280,11 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs,),
                 start_new_session=True,
-                env={**os.environ, **engine_env(tp), **_import_path(), **(env or {})},
+                env=os.environ
+                | engine_env(tp)
+                | few_threads(Path(model))
+                | _import_path()
+                | dict(env or {}),
             )
         os.close(theirs)
         started = time.monotonic()
