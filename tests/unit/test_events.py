@@ -75,9 +75,8 @@ def feature(name, offset, length):
     )
 
 
-def make_events(*groups, recorder=None, enabled=True):
-    recorder = recorder or Recorder()
-    return Events(groups or (FULL,), HASH, 32, enabled=enabled, recorder=recorder)
+def make_events(*groups, recorder=None):
+    return Events(groups or (FULL,), HASH, 32, enabled=True, recorder=recorder or Recorder())
 
 
 def namespace(group=0):
@@ -203,6 +202,7 @@ def test_gaps_between_chunks_part_the_events():
     events = told(make_events(), request, [16, 32, 64])
     assert [(e.token_ids[0], len(e.token_ids)) for e in events] == [(0, 32), (48, 16)]
     assert events[1].parent_block_hash == request.block_hashes[11]
+    assert told(make_events(), request, [16, 64], stored=b"\0\1") == events[1:]
 
 
 def test_what_was_ordered_is_told_although_the_request_went_on():
@@ -332,7 +332,7 @@ def test_events_that_nobody_takes_are_dropped_and_counted(monkeypatch):
 
 
 def test_nothing_is_told_if_events_are_off():
-    events = make_events(enabled=False)
+    events = Events((), HASH, 32, enabled=False, recorder=Recorder())
     assert told(events, make_request(), [16]) == []
     assert remove(events, make_request(), [16]) == []
     events.cleared()
