@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from small_specs import group
+from small_specs import group, outside
 from vllm.v1.core.block_pool import BlockPool
 
 from kvfold import identity
@@ -25,12 +25,18 @@ from kvfold.vllm.messages import LoadFailure, StepResults
 from kvfold.vllm.requests import Geometry
 from kvfold.vllm.scheduler import SchedulerSide, run_logged
 
+SPAN = 16
+"""Tokens per block of attention."""
+FULL, WINDOW, STATE, DRAFT = range(4)
+"""The groups of `hybrid`, as the store numbers them."""
+LOST = "neither in host memory nor on disk"
+
 
 def agreed(groups, *, alignment=16, hash_tokens=None, chunk=1, modes=None, mesh=None):
     """What workers with these groups agree on. `modes`: of the states, by the engine's group."""
     mesh = mesh or Mesh(tp=1)
     period, chunked = with_chunks(groups, mesh.dcp, alignment, chunk)
-    planned = plan(chunked, mesh, PlanOptions(chunk, hash_tokens or alignment))
+    planned = plan(chunked, mesh, PlanOptions(chunk, hash_tokens))
     stored = tuple((modes or {}).get(g.index, "") for g in planned.stored)
     return Agreed(planned, period, stored, ())
 
@@ -247,7 +253,15 @@ class Bench:
         (order,) = self.step().loads
         return order
 
-    def failed(self, request, order, part=0, index=0, reason="lost", ended=True):
+    def failed(
+        self,
+        request,
+        order,
+        part=0,
+        index=0,
+        reason="neither in host memory nor on disk",
+        ended=True,
+    ):
         """A worker reports a load as failed."""
         name = request.request_id
         failure = LoadFailure(order.load, part, index, reason)
@@ -269,6 +283,15 @@ class Bench:
     @property
     def outcomes(self):
         return [record["outcome"] for _, record in self.store.told]
+
+
+def hybrid(**options):
+    """Period 64: attention (4 blocks a chunk), a window (2), states of 128 tokens, a draft."""
+    groups = [
+        group(0), outside(1), group(2, "sliding_window", 16, window=33), group(3, "gdn", 128),
+        group(0, "full_attention", 16, draft=True),
+    ]  # fmt: skip
+    return Bench(groups, alignment=64, hash_tokens=16, modes={3: "align"}, **options)
 
 
 def index_of(orders, number):
