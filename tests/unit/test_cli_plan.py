@@ -130,13 +130,18 @@ def test_the_command_is_ready_to_paste(capsys: pytest.CaptureFixture[str], tmp_p
     assert settings.blocks_per_chunk == 4
 
 
-def test_what_is_not_served_yet_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_config_is_said_to_need_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     notes = told(capsys, "gemma-3-27b", "--pp", "2")["notes"]
-    assert any("does not serve pp 2, 2 cache groups yet" in note for note in notes)
     assert any("ships with kvfold" in note for note in notes)
-    assert not any(
-        "does not serve" in n for n in told(capsys, "llama-3.1-8b", "--tp", "2")["notes"]
-    )
+
+
+def test_small_blocks_of_windows_do_not_cost_a_slot_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups = told(capsys, "deepseek-v4-flash", "--tp", "8")["groups"]
+    spans = [(group["tokens_per_block"], group["tokens_per_chunk"]) for group in groups]
+    # Hits end every 256 tokens; a window stores what it looks back on there: 127 tokens, or 7.
+    assert spans == [(256, 256), (64, 128), (64, 128), (4, 8), (8, 128)]
 
 
 def test_layouts_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

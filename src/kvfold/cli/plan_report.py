@@ -17,15 +17,14 @@ from kvfold.grouping import block_bytes
 from kvfold.identity import group_fields
 from kvfold.mesh import Mesh
 from kvfold.models import FAMILIES, Config, Model, build
-from kvfold.placement import kv_cache_groups_tp_replicas
+from kvfold.placement import kv_cache_groups_tp_replicas, tokens_per_block
 from kvfold.plan import GroupPlan, LayerPlan, OffloadPlan, PlanOptions, plan, round_up
 from kvfold.sizes import parse_bytes
-from kvfold.spec import FULL_ATTENTION, INDEXER, MLA
+from kvfold.spans import with_chunks
 
 MAX_RANKS = 16_384
 #: The disk tier's folder in the command line that is printed.
 DISK_PATH = "/var/cache/kvfold"
-_SERVED_KINDS = frozenset({FULL_ATTENTION, MLA, INDEXER})
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ def planned(config: Config, layout: Layout) -> Planned:
     if mesh.world_size > MAX_RANKS:
         raise ConfigError("tp x pcp x pp", mesh.world_size, f"at most {MAX_RANKS} ranks")
     model = build(config, mesh, layout.kv_cache_dtype, layout.block_size)
-    made = plan(model.groups, mesh, PlanOptions(layout.blocks_per_chunk))
+    spans = (tokens_per_block(g, mesh.dcp) for g in model.groups if g.prefix_cacheable)
+    _, groups = with_chunks(model.groups, mesh.dcp, lcm(*spans), layout.blocks_per_chunk)
+    made = plan(groups, mesh, PlanOptions(layout.blocks_per_chunk))
     return Planned(layout, model, made, costs(made))
 
 
@@ -118,20 +119,12 @@ def report(found: Planned, tiers: Mapping[str, str], sequence_tokens: int) -> di
 def notes(found: Planned) -> Iterator[str]:
     """Yield what a reader should know beside the figures."""
     yield from found.model.notes
-    mesh, groups = found.plan.mesh, found.plan.groups
+    groups = found.plan.groups
     if found.layout.dp > 1:
         yield (
             f"{found.layout.dp} data-parallel replicas are engines of their own; those of one "
             "machine share its store"
         )
-    reasons = [f"{axis} {getattr(mesh, axis)}" for axis in ("dcp", "pcp", "pp")]
-    reasons = [text for text in reasons if not text.endswith(" 1")]
-    if len(groups) > 1:
-        reasons.append(f"{len(groups)} cache groups")
-    elif not {x.spec.kind for x in groups[0].layers} <= _SERVED_KINDS:
-        reasons.append("layers that are neither full attention nor MLA")
-    if reasons:
-        yield f"the connector does not serve {', '.join(reasons)} yet: this is a plan only"
     kernel = FAMILIES[found.model.architecture].kernel_block
     if found.layout.block_size and found.layout.block_size % kernel:
         yield (
