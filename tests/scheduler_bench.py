@@ -114,7 +114,7 @@ class Bench:
         self.null = self.pool.null_block
         self.engine_groups = 1 + max(known.index for known in groups or [group(0)])
         self.spans = {known.index: known for known in g.groups}
-        self.tables = {}
+        self.tables, self.asked_tables = {}, []
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -219,9 +219,10 @@ class Bench:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def step(self, *scheduled, handed=None):
-        """One step that computes (request, tokens) pairs; `handed`: boundary states by id."""
-        names = {request.request_id for request, _ in scheduled} | set(handed or {})
+    def step(self, *scheduled, handed=None, hide=()):
+        """One step that computes (request, tokens) pairs; `handed`: boundary states by id; `hide`:
+        requests without tables."""
+        names = {request.request_id for request, _ in scheduled} - set(hide)
         output = SimpleNamespace(
             num_scheduled_tokens={request.request_id: count for request, count in scheduled},
             kv_connector_block_state=SimpleNamespace(
@@ -235,6 +236,7 @@ class Bench:
         return orders
 
     def _ids(self, name):
+        self.asked_tables.append(name)
         return tuple([block.block_id for block in table] for table in self.tables[name])
 
     def finish(self, request, free=True):
