@@ -234,7 +234,7 @@ def test_a_client_that_raises_does_not_swallow_the_report(bench, lose):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("torn"), StoreGone("the store is gone")])
-def test_a_copy_that_raises_fails_the_load_at_that_chunk(bench, error):
+def test_a_copy_that_raises_fails_the_load_at_that_chunk(bench, error, caplog):
     def copy(group, offset):
         if offset == 4096:
             raise error
@@ -246,6 +246,8 @@ def test_a_copy_that_raises_fails_the_load_at_that_chunk(bench, error):
     assert failure.index == 1
     assert str(error) in failure.reason
     assert bench.client.tickets() == [1]
+    surprising = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert bool(surprising) == isinstance(error, RuntimeError)
 
 
 def test_the_arena_of_an_ended_connection_is_let_go_after_its_loads():
@@ -357,6 +359,25 @@ def test_all_parts_that_are_known_to_fail_are_reported(bench):
     assert bench.failures() == [LoadFailure(1, 1, 2, "evicted"), LoadFailure(1, 2, 1, "corrupt")]
 
 
+@pytest.mark.parametrize("reset_first", [True, False])
+def test_of_two_failures_of_a_part_the_earlier_chunk_counts(bench, reset_first):
+    inside, go = threading.Event(), threading.Event()
+
+    def copy(group, offset):
+        inside.set()
+        assert go.wait(10)
+
+    bench.copy = copy
+    bench.start()
+    bench.ready([0])
+    assert inside.wait(10)
+    failures = [bench.loads.reset, lambda: bench.loads.lost(1, 1, 2, "evicted")]
+    for fail in failures if reset_first else reversed(failures):
+        fail()
+    go.set()
+    assert bench.failures() == [LoadFailure(1, 0, 0, "the cache was reset")]
+
+
 def test_an_optional_part_may_fail(bench, caplog):
     caplog.set_level(logging.DEBUG, logger="vllm.kvfold.vllm.loads")
     bench.start(part(1, 2), part(2, 2, group=2, optional=True))
@@ -464,6 +485,53 @@ def test_an_unconfirmed_part_is_overdue_as_a_whole(timed):
     timed.settle()
     timed.now.now_s += 31
     assert [(f.part, f.index) for f in timed.failures()] == [(1, 0)]
+
+
+def test_a_load_is_overdue_also_while_others_are_busy(timed):
+    reports = []
+
+    def copy(group, offset):
+        """The next chunk is announced before this one is copied, as long as anything goes on."""
+        timed.now.now_s += 1
+        reports.extend(timed.loads.take_reports())
+        if not reports and timed.now.now_s < 200:
+            timed.ready([0], ticket=2)
+
+    timed.copy = copy
+    timed.start(part(1), req="stuck")
+    timed.start(part(2), load=2, req="busy")
+    timed.ready([0], ticket=2)
+    wait(lambda: reports or timed.now.now_s >= 200)
+    assert [(r.req_id, r.failures[0].reason) for r in reports] == [
+        ("stuck", "no progress for 30 s")
+    ]
+
+
+def test_what_was_announced_in_time_is_not_overdue(timed):
+    def copy(group, offset):
+        if group == 0:  # the machine stands still
+            timed.now.now_s += 40
+            timed.ready([0], ticket=2)
+
+    timed.copy = copy
+    timed.start(part(1), req="slow")
+    timed.start(part(2, group=1), load=2, req="waiting")
+    timed.settle()
+    timed.ready([0], ticket=1)
+    assert timed.reports() == []
+    assert timed.indices_of(1) == [0]
+
+
+def test_every_load_has_its_own_deadline(timed):
+    for n in range(4):
+        timed.start(part(n), load=n, req=f"r{n}")
+        timed.settle()
+        timed.now.now_s += 8
+    overdue = []
+    for _ in range(8):
+        overdue.append([r.req_id for r in timed.reports()])
+        timed.now.now_s += 4
+    assert overdue == [["r0"], [], ["r1"], [], ["r2"], [], ["r3"], []]
 
 
 # -- the end -----------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ def layer(name: str, kind: str, heads: int = 1, **changes) -> LayerSpec:
 
 
 def state(name: str) -> LayerSpec:
-    return layer(name, "gdn", block_size=32, tokens_per_state=32, head_bytes=300,
-                 dcp_sharded=False, encoding="opaque", page_bytes=300)  # fmt: skip
+    return layer(name, "gdn", block_size=32, tokens_per_state=32, head_bytes=300, page_bytes=300,
+                 dcp_sharded=False, encoding="whole_page", tp_replicated=True)  # fmt: skip
 
 
 GROUPS = (
@@ -68,7 +68,7 @@ def agreement() -> Agreed:
 AGREED = agreement()
 STORED = AGREED.plan.stored
 ON_STAGE = {0: ("full.0", "state.0"), 1: ("full.1", "window.1", "draft.1")}
-SHARED = {"full.0", "window.1"}
+SHARED = {"full.0", "window.1", "state.0"}
 """Layers whose bytes are the same on both ranks of their stage."""
 
 
@@ -195,6 +195,9 @@ def test_an_ended_connection_has_no_slots():
     with pytest.raises(StoreGone):
         copies.copy(1, FULL, 0, BLOCKS_OF[FULL], 0)
     assert copies.copy_in(2, FULL, BLOCKS_OF[FULL], 0) > 0
+    copies.attach(3, memoryview(np.zeros(1 << 16, np.uint8)))
+    with pytest.raises(StoreGone):
+        copies.copy(2, FULL, 0, BLOCKS_OF[FULL], 0)
 
 
 # -- WorkerSide --------------------------------------------------------------------------------
@@ -313,14 +316,21 @@ def test_a_load_of_two_groups_on_a_rank_that_holds_one(side, tmp_path):
 
 def test_failures_are_told_by_request(side):
     part = load_part(5, FULL, [[0, 1, 2, 3]])
-    side.start_loads(StepOrders(loads=[order([part]), order([part], load=2, store="old")]))
-    finished, results = taken(side)
-    assert finished == {"r"}
-    assert results.failures == {"r": [LoadFailure(2, 0, 0, "the store is gone")]}
-    side.start_loads(StepOrders(reset=True))
-    finished, results = taken(side)
-    assert results.failures == {"r": [LoadFailure(1, 0, 0, "the cache was reset")]}
+    for event, reason in (
+        (lambda: side._link.callbacks["on_failed"](1, 5, 0, "evicted"), "evicted"),
+        (lambda: side.start_loads(StepOrders(reset=True)), "the cache was reset"),
+        (lambda: side._link.callbacks["on_gone"](1), "the store is gone"),
+    ):
+        side.start_loads(StepOrders(loads=[order([part])]))
+        event()
+        finished, results = taken(side)
+        assert finished == {"r"}
+        assert results.failures == {"r": [LoadFailure(1, 0, 0, reason)]}
+    side.start_loads(StepOrders(loads=[order([part], load=n, store="old") for n in (2, 3)]))
     side.close()
+    finished, results = side.take_loads()
+    assert finished == {"r"}
+    assert [f.load for f in results.failures["r"]] == [2, 3]
 
 
 @pytest.mark.parametrize("events", [False, True])

@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -81,7 +82,7 @@ class _Part:
 
     def first_missing(self) -> int:
         """The first chunk that is not in place; 0 if all are, but unconfirmed."""
-        return 0 if self.left == 0 else int(np.argmin(self.copied))
+        return int(np.argmin(self.copied))
 
 
 @dataclass
@@ -114,7 +115,10 @@ class Loads:
         self._recorder = recorder or Recorder()
         self._gone_to = -1
         self._refused: deque[tuple[str, int]] = deque(maxlen=MAX_EARLY)
-        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[float, Callable[[], None]] | None] = SimpleQueue()
+        """Each with the time it was posted."""
+        self._due_s = inf
+        """Before this no load is overdue."""
         self._loads: dict[int, _Load] = {}
         self._parts: dict[int, _Part] = {}
         """By ticket, until their load ends."""
@@ -127,29 +131,29 @@ class Loads:
 
     def start(self, order: LoadOrder, client: TicketClient | None, connection: int) -> None:
         """Begin a load; `client` is None while there is no store."""
-        self._events.put(partial(self._start, order, client, connection))
+        self._post(partial(self._start, order, client, connection))
 
     def ready(
         self, connection: int, ticket: int, indices: NDArray[np.uint32], offsets: NDArray[np.uint64]
     ) -> None:
         """The store announced slots."""
-        self._events.put(partial(self._ready, connection, ticket, indices, offsets))
+        self._post(partial(self._ready, connection, ticket, indices, offsets))
 
     def lost(self, connection: int, ticket: int, index: int, reason: str) -> None:
         """The store cannot deliver a chunk."""
-        self._events.put(partial(self._lost, connection, ticket, index, reason))
+        self._post(partial(self._lost, connection, ticket, index, reason))
 
     def gone(self, connection: int) -> None:
         """The store of this connection is gone."""
-        self._events.put(partial(self._gone, connection))
+        self._post(partial(self._gone, connection))
 
     def connected(self, client: TicketClient) -> None:
         """There is a store again: tell it of tickets that this worker had to refuse."""
-        self._events.put(partial(self._connected, client))
+        self._post(partial(self._connected, client))
 
     def reset(self) -> None:
         """Everything begun before must not be served (the cache was reset)."""
-        self._events.put(self._reset)
+        self._post(self._reset)
 
     def take_reports(self) -> list[LoadReport]:
         """Ends of loads since the last call, each exactly once."""
@@ -167,20 +171,25 @@ class Loads:
         self._thread.join(timeout=30)
         return not self._thread.is_alive()
 
+    def _post(self, event: Callable[[], None]) -> None:
+        self._events.put((self._clock(), event))
+
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             try:
-                event = self._events.get(timeout=self._patience_s())
+                item = self._events.get(timeout=self._patience_s())
             except Empty:
-                event = self._expire
-            if event is None:
+                item = self._clock(), lambda: None
+            if item is None:
                 break
+            posted_s, event = item
             try:
                 event()
-                if self._events.empty():  # what is announced already is progress to come
-                    self._expire()
+                # What is announced already is progress to come: as much time has passed for loads
+                # as for the events that are done with.
+                self._expire(self._clock() if self._events.empty() else posted_s)
             except Exception:
                 logger.exception("kvfold: a load event failed")
         for load in list(self._loads.values()):
@@ -188,16 +197,16 @@ class Loads:
             self._end(load)
 
     def _patience_s(self) -> float | None:
-        if not self._loads:
-            return None
-        first = min(load.progress_s for load in self._loads.values())
-        return max(0.01, first + self._deadline_s - self._clock())
+        return None if self._due_s == inf else max(0.01, self._due_s - self._clock())
 
-    def _expire(self) -> None:
-        now = self._clock()
+    def _expire(self, now_s: float) -> None:
+        if now_s < self._due_s:
+            return
         for load in list(self._loads.values()):
-            if now - load.progress_s >= self._deadline_s:
+            if now_s - load.progress_s >= self._deadline_s:
                 self._fail_open(load, f"no progress for {self._deadline_s:g} s")
+        alive = [load.progress_s for load in self._loads.values() if not load.failures]
+        self._due_s = min(alive) + self._deadline_s if alive else inf
 
     def _start(self, order: LoadOrder, client: TicketClient | None, connection: int) -> None:
         now = self._clock()
@@ -219,6 +228,7 @@ class Loads:
             if n:
                 self._parts[part.ticket] = ticket
         self._loads[order.load] = load
+        self._due_s = min(self._due_s, now + self._deadline_s)
         for event in early:
             event()
         self._end_if_complete(load)
@@ -279,11 +289,11 @@ class Loads:
 
     def _confirm(self, part: _Part, held: bool) -> None:
         """On the client's thread: the store's answer to `done`."""
-        self._events.put(partial(self._released, part, held))
+        self._post(partial(self._released, part, held))
 
     def _released(self, part: _Part, held: bool) -> None:
         load = part.load
-        if part.ended or load.failures:
+        if part.ended:
             return
         if not held:
             self._fail(part, 0, "the store did not hold the pins to the end")
@@ -355,7 +365,7 @@ class Loads:
         if first:
             for part in load.parts:
                 self._let_go(part)
-            self._events.put(partial(self._end, load))
+            self._post(partial(self._end, load))
 
     def _let_go(self, part: _Part) -> None:
         if not part.done_said:
