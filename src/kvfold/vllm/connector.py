@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -32,6 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvfold.errors import PlanError
 from kvfold.vllm import metrics, translate
 from kvfold.vllm.agreement import agree, all_records
+from kvfold.vllm.events import Events, event_groups
 from kvfold.vllm.link import StoreLink
 from kvfold.vllm.messages import Handshake, StepOrders, StepResults
 from kvfold.vllm.requests import Geometry
@@ -43,6 +44,7 @@ from kvfold.vllm.worker import WorkerSide, peer
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -186,6 +188,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
             draft_lag=translate.draft_lag(config),
         )
+        recorder = metrics.Recorder()
         self.attach(
             SchedulerSide(
                 geometry,
@@ -195,6 +198,14 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
                 lookup_wait_s=self._settings.lookup_wait_ms / 1e3,
                 audit_chunks=self._settings.audit_chunks,
                 audit_every=self._settings.audit_every,
+                recorder=recorder,
+                events=Events(
+                    event_groups(agreed.plan.stored, self._kv_cache_config),
+                    geometry.tokens_per_hash,
+                    geometry.hash_bytes,
+                    enabled=translate.events_enabled(config),
+                    recorder=recorder,
+                ),
             )
         )
         self._fragments = [
@@ -307,6 +318,10 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset()
         return True
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the store has now and had not before, for the engine's KV events."""
+        return () if self._scheduler is None else self._scheduler.events.take()
+
     # -- metrics --------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -317,6 +332,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         recorder = self._scheduler.recorder
         recorder.set(metrics.PINNED_BLOCKS, self._scheduler.holds.blocks)
+        recorder.set(metrics.WAITING_LOADS, self._scheduler.waiting_loads)
         return recorder.take()
 
     @classmethod

@@ -60,17 +60,20 @@ class Holds:
         self._blocks += len(blocks)
         self._jobs[job] = _Job(blocks, self._world, self._clock())
 
-    def reported(self, job: int, workers: int) -> None:
-        """`workers` more of them have ended `job`; unknown jobs are ignored."""
+    def reported(self, job: int, workers: int) -> bool:
+        """`workers` more of them have ended `job`; unknown jobs are ignored. True if it was the
+        last."""
         held = self._jobs.get(job)
         if held is None:
-            return
+            return False
         held.left -= workers
-        if held.left <= 0:
-            assert self.pool is not None
-            del self._jobs[job]
-            self._blocks -= len(held.blocks)
-            self.pool.free_blocks(reversed(held.blocks))
+        if held.left > 0:
+            return False
+        assert self.pool is not None
+        del self._jobs[job]
+        self._blocks -= len(held.blocks)
+        self.pool.free_blocks(reversed(held.blocks))
+        return True
 
     def free_soon(self) -> bool:
         """Whether waiting shortly is better than preempting: running copies hold blocks."""

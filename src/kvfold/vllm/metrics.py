@@ -71,7 +71,8 @@ LOOKUP_TOKENS = Metric(
 )
 FOUND_TOKENS = Metric(
     "found_tokens", "counter",
-    "Prompt tokens that the store had of this group, from the first on without a gap.", "group",
+    "Prompt tokens in chunks that the store had of this group: of full attention from the first on "
+    "without a gap, of windows and states all.", "group",
 )  # fmt: skip
 MISSED_REQUESTS = Metric(
     "missed_requests", "counter",

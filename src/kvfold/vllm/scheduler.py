@@ -15,21 +15,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvfold import identity
-from kvfold.errors import KvfoldError
 from kvfold.vllm import boundary, metrics, translate
 from kvfold.vllm.adapters import Adapters
+from kvfold.vllm.events import Events
 from kvfold.vllm.holds import Holds
-from kvfold.vllm.messages import NO_BLOCK, LoadFailure, LoadOrder, LoadPart, StepOrders, StepResults
-from kvfold.vllm.requests import NEVER, Geometry, GroupGeometry, Load, Lookup, RequestState
+from kvfold.vllm.io_thread import IoThread
+from kvfold.vllm.loading import disk_tokens, load_parts
+from kvfold.vllm.messages import LoadFailure, LoadOrder, LoadPart, StepOrders, StepResults
+from kvfold.vllm.requests import NEVER, Geometry, Load, Lookup, RequestState
 from kvfold.vllm.storing import Storing, masked
-from kvfold.vllm.threads import start_thread
 from kvfold.vllm.why import Told
 
 if TYPE_CHECKING:
@@ -64,37 +63,6 @@ class LookupClient(Protocol):
     def tell(self, request: str, record: Mapping[str, Any]) -> None: ...
 
 
-class IoThread:
-    """Runs tasks one after another on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = start_thread("kvfold-lookups", self._run)
-
-    def put(self, task: Callable[[], None]) -> None:
-        """Run `task` soon; an exception of it is logged."""
-        self._tasks.put(task)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            run_logged(task)
-
-    def close(self) -> None:
-        """End the thread, after what is queued."""
-        self._tasks.put(None)
-        self._thread.join(timeout=LOOKUP_DEADLINE_S + 1)
-
-
-def run_logged(task: Callable[[], None]) -> None:
-    """Run `task`; its errors are logged, those of the store only for debugging."""
-    try:
-        task()
-    except KvfoldError as error:
-        logger.debug("kvfold: %s", error)
-    except Exception:
-        logger.exception("kvfold: a lookup failed")
-
-
 class SchedulerSide:
     """Decides offers and stores of one engine. All public methods run in the engine's loop."""
 
@@ -111,6 +79,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         io: IoThread | None = None,
         recorder: metrics.Recorder | None = None,
+        events: Events | None = None,
     ) -> None:
         self.geometry, self._digests, self._current = geometry, tuple(digests), current
         self._engine, self._lookup_wait_s, self._clock = engine, lookup_wait_s, clock
@@ -120,9 +89,16 @@ class SchedulerSide:
         self.holds = Holds(geometry.world, geometry.max_pinned_blocks, clock)
         self._orders = StepOrders()
         self.storing = Storing(
-            geometry, self.holds, self.recorder, audit_chunks=audit_chunks, audit_every=audit_every
+            geometry,
+            self.holds,
+            self.recorder,
+            audit_chunks=audit_chunks,
+            audit_every=audit_every,
+            events=events,
         )
+        self.events = self.storing.events
         self._requests: dict[str, RequestState] = {}
+        self.waiting_loads = 0
         self._adapters = Adapters()
         # Numbers of tickets never repeat, also not after a restart of the engine or the store.
         self._tickets = itertools.count(time.time_ns())
@@ -140,11 +116,6 @@ class SchedulerSide:
     def loaded_groups(self) -> tuple[int, ...]:
         """The engine's groups whose blocks a load fills."""
         return tuple(sorted({g.index for g in self.geometry.groups if not g.optional}))
-
-    @property
-    def waiting_loads(self) -> int:
-        """Requests whose load is under way."""
-        return sum(state.load is not None for state in self._requests.values())
 
     # -- lookups -------------------------------------------------------------------------------
 
@@ -244,12 +215,12 @@ class SchedulerSide:
             state.junction = whole if whole > lookup.boundary else 0
         for group in g.groups:
             row = tiers[group.number]
-            found = int(np.argmin(row)) if len(row) and not row.all() else len(row)
+            found = int(np.count_nonzero(row))
+            if group.need == "all":
+                found = found if found == len(row) else int(np.argmin(row))
+                # What the store has need not be offered to it again.
+                state.next[group.number] = max(state.next[group.number], found)
             self.recorder.add(metrics.FOUND_TOKENS, found * g.period, group=group.label)
-            # What the store has need not be offered to it again.
-            state.next[group.number] = max(
-                state.next[group.number], found if group.need == "all" else 0
-            )
 
     def _is_stale(self, state: RequestState, lookup: Lookup, now: float) -> bool:
         """Whether the answer is old and found less than all: others may have stored since."""
@@ -284,12 +255,14 @@ class SchedulerSide:
         current = self._current()
         try:
             if state is not None and self.enabled:
-                parts = self._parts(state, tables, load)
+                keys = partial(self.storing.keys, state)
+                parts = load_parts(self.geometry, state, tables, load, self._tickets, keys)
         except Exception:
             logger.exception("kvfold: a load could not be ordered; its tokens are recomputed")
             load.parts, parts = [], []
         if state is not None:
             state.load = load
+            self.waiting_loads += 1
         store = "" if current is None else current[0].store_id
         self._orders.loads.append(LoadOrder(number, request.request_id, store, tuple(parts)))
         if current is not None:
@@ -297,69 +270,14 @@ class SchedulerSide:
                 self._io.put(partial(self._open, current[0], part, self.namespaces[part.group]))
         self.recorder.add(metrics.LOADS, 1)
         if state is not None and state.lookup is not None and state.lookup.tiers is not None:
-            load.disk = self._disk_tokens(load, state.lookup.tiers)
+            load.disk = disk_tokens(self.geometry, load, state.lookup.tiers)
         self.recorder.add(metrics.HIT_TOKENS, tokens - load.disk, tier=metrics.HOST)
         self.recorder.add(metrics.HIT_TOKENS, load.disk, tier=metrics.DISK)
-
-    def _disk_tokens(self, load: Load, tiers: NDArray[np.uint8]) -> int:
-        """Tokens of which any group's chunk comes from disk."""
-        columns = np.zeros(tiers.shape[1], dtype=bool)
-        for number, chunks in load.parts:
-            columns[chunks[tiers[number, chunks] == 1]] = True
-        return min(int(columns.sum()) * self.geometry.period, load.tokens)
 
     def _open(self, client: LookupClient, part: LoadPart, namespace: bytes) -> None:
         """On the I/O thread."""
         readers = (1 << self.geometry.world) - 1
         client.open_ticket(part.ticket, part.group, namespace, part.keys, readers)
-
-    def _parts(
-        self, state: RequestState, tables: Sequence[Sequence[KVCacheBlock]], load: Load
-    ) -> list[LoadPart]:
-        """Raises ValueError if the engine wants blocks that no chunk fills."""
-        lookup = state.lookup
-        if lookup is None or lookup.tiers is None or load.end != lookup.boundary:
-            raise ValueError(f"nothing is known of a hit of {load.end} tokens")
-        parts = []
-        for group in self.geometry.groups:
-            chunks, blocks = self._rows(group, tables[group.index], state.local, load.end)
-            if group.optional:
-                there = lookup.tiers[group.number, chunks] != 0
-                chunks, blocks = chunks[there], blocks[there]
-            if len(chunks):
-                keys = self._keys(state, group.number, chunks)
-                ticket = next(self._tickets)
-                parts.append(LoadPart(ticket, group.number, keys, blocks, group.optional))
-                load.parts.append((group.number, chunks))
-        return parts
-
-    def _rows(
-        self, group: GroupGeometry, table: Sequence[KVCacheBlock], local: int, end: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The chunks that fill the blocks of `table` in [local, end), and their block tables."""
-        period, span, width = self.geometry.period, group.tokens_per_block, group.blocks_per_chunk
-        first, stop = -(-local // span), -(-end // span)
-        ids = np.fromiter((block.block_id for block in table[first:stop]), np.int32, stop - first)
-        fill = np.flatnonzero(ids)  # block 0 is the engine's hole
-        if not len(fill):
-            return np.empty(0, np.int64), np.empty((0, width), np.int32)
-        chunks = np.arange(group.first_token(end) // period, end // period)
-        if group.need == "state":
-            last = np.array([stop - 1])
-        else:
-            last = (chunks + 1) * (period // span) - 1
-        places = last[:, None] + np.arange(1 - width, 1)
-        blocks = np.full(places.shape, NO_BLOCK, dtype=np.int32)
-        inside = (places >= first) & (places < stop)
-        taken = ids[places[inside] - first]
-        blocks[inside] = np.where(taken == 0, NO_BLOCK, taken)
-        if int((blocks >= 0).sum()) != len(fill):
-            raise ValueError(f"group {group.label} has blocks that no chunk fills")
-        rows = (blocks >= 0).any(axis=1)
-        return chunks[rows], blocks[rows]
-
-    def _keys(self, state: RequestState, group: int, chunks: NDArray[np.int64]) -> bytes:
-        return self.storing.keys(state, group, chunks)
 
     def _load_failed(self, state: RequestState, load: Load, failure: LoadFailure) -> None:
         """Shorten the next offer. Every worker reports the same load, maybe in other steps."""
@@ -421,7 +339,12 @@ class SchedulerSide:
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Order what could not be held before, as far as it can be now; forget the request."""
         state = self._requests.pop(request.request_id, None)
-        if state is None or state.load is not None or not self.enabled:
+        if state is None:
+            return
+        if state.load is not None:  # aborted: nothing waits for it any more
+            self.waiting_loads -= 1
+            return
+        if not self.enabled:
             return
         computed = min(
             request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1)
@@ -442,7 +365,10 @@ class SchedulerSide:
                             self.recorder.add(metrics.LOAD_FAILURES, 1, reason=kind)
                         self._load_failed(state, load, failure)
             for job, count in results.jobs.items():
-                self.holds.reported(job, count)
+                if job in results.stored:
+                    self.events.reported(job, results.stored[job])
+                if self.holds.reported(job, count):
+                    self.events.ended(job)
         for req_id in finished_recving:
             state = self._requests.get(req_id)
             if state is not None and state.load is not None:
@@ -450,6 +376,7 @@ class SchedulerSide:
 
     def _load_ended(self, state: RequestState, load: Load) -> None:
         state.load = None
+        self.waiting_loads -= 1
         self.recorder.observe(metrics.LOAD_WAIT_SECONDS, self._clock() - load.started_s)
         if state.failed_load == load.number:
             return
@@ -484,13 +411,14 @@ class SchedulerSide:
             bool(self.epoch),
             None if lookup is None or lookup.tiers is None else lookup.tiers.copy(),
         )
-        keys = partial(self._keys, state)
+        keys = partial(self.storing.keys, state)
         self._io.put(partial(told.send, current[0], self.geometry, self.namespaces, keys))
 
     def reset(self) -> None:
         """Nothing stored before may be served from now on, in any tier, by this engine."""
         self.epoch = os.urandom(16)
         self._set_namespaces()
+        self.events.cleared()
         self._orders.reset = True
         for state in self._requests.values():
             if state.request.num_computed_tokens > 0:

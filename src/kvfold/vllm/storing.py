@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvfold import identity
 from kvfold.vllm import boundary, metrics
+from kvfold.vllm.events import Events
 from kvfold.vllm.holds import Holds
 from kvfold.vllm.messages import StoreOrder
 from kvfold.vllm.requests import NEVER, Geometry, GroupGeometry, RequestState
@@ -35,8 +36,10 @@ class Storing:
         *,
         audit_chunks: int,
         audit_every: int,
+        events: Events | None = None,
     ) -> None:
         self._geometry, self._holds, self._recorder = geometry, holds, recorder
+        self.events = events or Events((), 1, 32, enabled=False, recorder=recorder)
         self._audit_left = [audit_chunks] * len(geometry.groups)
         self._audit_every = audit_every
         self.namespaces: Sequence[bytes] = ()
@@ -158,6 +161,8 @@ class Storing:
         # From here on the blocks are held: nothing below can fail before the job is on its way.
         self._holds.hold(job, blocks.ravel().tolist())
         self._orders.append(order)
+        ends = ((chunks + 1) * self._geometry.period).tolist() if self.events.enabled else ()
+        self.events.ordered(order, state.request, ends)
         self._audit_left[number] -= len(chunks)
 
 
