@@ -19,10 +19,11 @@ _Signature = tuple[tuple[str, int, int], ...]
 
 
 class Adapters:
-    """The adapters that an engine has seen, by id and path."""
+    """The adapters that an engine has seen, by their numbers: what it loaded once under a number it
+    takes for all later requests with it, whatever path they name."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], tuple[_Signature, bytes | None]] = {}
+        self._known: dict[int, tuple[str, _Signature, bytes | None]] = {}
 
     def mask(self, number: int, path: str) -> bytes | None:
         """32 bytes to mix into the keys of the adapter's requests; None: these have no keys.
@@ -30,29 +31,30 @@ class Adapters:
         The engine keeps what it has read once. So files that change while it runs tell nothing
         about its weights any more, and the adapter is neither stored nor loaded until a restart.
         """
-        key = number, path
         try:
             signature = _signature(Path(path))
-            if key not in self._known:
+            if number not in self._known:
                 names = [name for name, _, _ in signature]  # its configuration is one of them
                 digest = bytes.fromhex(identity.weights_digest(Path(path), names))
                 mask = hashlib.sha256(b"kvfold adapter" + digest).digest()
-                self._known[key] = signature, mask
+                self._known[number] = path, signature, mask
         except (OSError, KvfoldError) as error:
-            if key not in self._known:
-                logger.warning("kvfold: requests of adapter %s are not cached: %s", path, error)
-                self._known[key] = (), None
+            if number not in self._known:
+                self._refuse(number, path, f"they cannot be read ({error})")
             return None
-        seen, known = self._known[key]
-        if known is not None and seen != signature:
-            logger.warning(
-                "kvfold: the files of adapter %s have changed while the engine runs; its requests "
-                "are not cached until a restart",
-                path,
-            )
-            self._known[key] = (), None
-            return None
-        return known
+        first, seen, known = self._known[number]
+        if known is not None and path != first:
+            self._refuse(number, path, f"its number {number} is that of {first}")
+        elif known is not None and seen != signature:
+            self._refuse(number, path, "its files have changed while the engine runs")
+        return self._known[number][2]
+
+    def _refuse(self, number: int, path: str, why: str) -> None:
+        logger.warning(
+            "kvfold: requests of adapter %s are not cached until the engine starts again: %s",
+            path, why,
+        )  # fmt: skip
+        self._known[number] = path, (), None
 
 
 def _signature(folder: Path) -> _Signature:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvfold.errors import PlanError
 from kvfold.spans import is_state, look_back_tokens, window_interval_tokens
 from kvfold.spec import CHUNKED_LOCAL
 from kvfold.vllm.agreement import Agreed
@@ -95,7 +96,10 @@ class Geometry:
         max_step_tokens: int,
         draft_lag: int = 0,
     ) -> Geometry:
-        """The geometry of a plan that all workers agreed on."""
+        """The geometry of a plan that all workers agreed on.
+
+        Raises `PlanError` if the engine has too few blocks to hold a chunk while it is copied.
+        """
         groups = []
         for number, (group, mode) in enumerate(zip(agreed.plan.stored, agreed.modes, strict=True)):
             first = group.layers[0].spec
@@ -118,7 +122,7 @@ class Geometry:
                     label=group_label(group),
                 )
             )
-        return cls(
+        made = cls(
             agreed.period_tokens,
             agreed.plan.tokens_per_hash,
             hash_bytes,
@@ -129,6 +133,15 @@ class Geometry:
             window_interval_tokens(agreed.plan.stored, agreed.period_tokens),
             draft_lag,
         )
+        for shape in made.groups:
+            if shape.blocks_per_chunk > made.max_pinned_blocks:
+                raise PlanError(
+                    f"blocks of a chunk of group {shape.label}",
+                    shape.blocks_per_chunk,
+                    f"at most {made.max_pinned_blocks}, half of the engine's {num_blocks} blocks: "
+                    "set a smaller blocks_per_chunk or give the engine more blocks",
+                )
+        return made
 
     @property
     def hashes_per_chunk(self) -> int:
@@ -137,8 +150,11 @@ class Geometry:
     @property
     def max_pinned_blocks(self) -> int:
         """Blocks that jobs may hold: a share of the pool, but always one step's worth, as a
-        prompt's blocks must be held in the step that computes them."""
-        step = sum(-(-self.max_step_tokens // g.tokens_per_block) for g in self.groups)
+        prompt's blocks must be held in the step that computes them, and one chunk of each group."""
+        step = sum(
+            max(-(-self.max_step_tokens // g.tokens_per_block), g.blocks_per_chunk)
+            for g in self.groups
+        )
         share = int(MIN_PIN_SHARE * self.num_blocks)
         return min(int(MAX_PIN_SHARE * self.num_blocks), max(share, step))
 

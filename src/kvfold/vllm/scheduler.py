@@ -201,6 +201,8 @@ class SchedulerSide:
     def _why_nothing(self, state: RequestState, local: int) -> str:
         if state.failures > 1:
             return "failed"
+        if state.mask is None:
+            return "adapter"
         period = self.geometry.period
         return "local" if (state.request.num_tokens - 1) // period * period <= local else "absent"
 
@@ -349,8 +351,7 @@ class SchedulerSide:
         computed = min(
             request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1)
         )
-        if computed >= state.next_tokens:
-            self.storing.store(state, tables, computed, finished=True)
+        self.storing.store(state, tables, computed, finished=True)
 
     def update(self, results: StepResults | None, finished_recving: set[str]) -> None:
         """Take what the workers finished."""
@@ -399,7 +400,7 @@ class SchedulerSide:
         current = self._current()
         if current is None:
             return
-        lookup = state.lookup
+        lookup = state.lookup if state.mask is not None else None  # without keys nothing to tell
         told = Told(
             self._engine,
             state.request.request_id,
@@ -411,7 +412,7 @@ class SchedulerSide:
             bool(self.epoch),
             None if lookup is None or lookup.tiers is None else lookup.tiers.copy(),
         )
-        keys = partial(self.storing.keys, state)
+        keys = partial(self.storing.keys, state, namespaces=self.namespaces)
         self._io.put(partial(told.send, current[0], self.geometry, self.namespaces, keys))
 
     def reset(self) -> None:

@@ -55,8 +55,17 @@ class Storing:
         orders, self._orders = self._orders, []
         return orders
 
-    def keys(self, state: RequestState, group: int, chunks: NDArray[np.int64]) -> bytes:
-        """Keys of `chunks` of a request. Raises ValueError while its adapter is not known."""
+    def keys(
+        self,
+        state: RequestState,
+        group: int,
+        chunks: NDArray[np.int64],
+        namespaces: Sequence[bytes] = (),
+    ) -> bytes:
+        """Keys of `chunks` of a request, in the present namespaces unless others are given.
+
+        Raises ValueError while its adapter is not known.
+        """
         g, mask = self._geometry, state.mask
         if mask is None:
             raise ValueError("the keys of this adapter are not known")
@@ -66,7 +75,7 @@ class Storing:
             joined = b"".join(hashes[first * per + per - 1 : last * per + per : per])
         else:
             joined = b"".join([hashes[i * per + per - 1] for i in chunks.tolist()])
-        namespace = masked(self.namespaces[group], mask)
+        namespace = masked((namespaces or self.namespaces)[group], mask)
         return identity.chunk_keys(namespace, joined, g.hash_bytes)
 
     def store(
