@@ -164,10 +164,16 @@ def test_workers_of_a_stage_that_differ_are_told_the_first_field(path, value, mi
     assert text == f"worker 1 {path}={value!r}: expected {mine!r} as on worker 0"
 
 
-def test_workers_whose_pages_or_drafts_differ_are_told_so():
+@pytest.mark.xfail(strict=True, reason="a layer's name is no path: both values read as absent")
+def test_workers_whose_pages_differ_are_told_both():
     records = [record(rank, hybrid(), pcp=2) for rank in (0, 1)]
     strides = {**records[1]["strides"], "layers.0": [8, 4, 2]}
-    assert refusal(changed(records, 1, "strides", strides)).startswith("worker 1 strides.layers.0")
+    text = refusal(changed(records, 1, "strides", strides))
+    assert text == "worker 1 strides.layers.0[2]=2: expected 1 as on worker 0"
+
+
+def test_workers_whose_drafts_differ_are_told_so():
+    records = [record(rank, hybrid(), pcp=2) for rank in (0, 1)]
     assert refusal(changed(records, 1, "draft", {"weights": "d"})).startswith("worker 1 draft=")
 
 
@@ -204,7 +210,7 @@ def test_stages_with_another_number_of_groups_are_refused():
 def test_a_layer_on_two_stages_is_refused():
     first, second = stages()
     second["groups"][0]["layers"][0]["spec"]["name"] = "layers.1"
-    with pytest.raises(ConfigError, match="layer name='layers.1'"):
+    with pytest.raises(ConfigError, match=r"layer name='layers\.1'"):
         agree([first, second])
 
 

@@ -1,8 +1,8 @@
-"""vLLM's configuration in kvfold's terms: what is refused, where pages lie, how workers agree."""
+"""vLLM's configuration in kvfold's terms: what is refused, and what a worker tells of itself."""
 
 from __future__ import annotations
 
-import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,80 +10,81 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
+from vllm.v1.kv_cache_interface import CircularBufferSpec, UniformTypeKVCacheSpecs
+from vllm_configs import (
+    BLOCK,
+    BLOCKS,
+    DIM,
+    HEADS,
+    HfConfig,
+    engine_config,
+    full,
+    group,
+    kv_config,
+    mla,
+    model_config,
+    speculative,
+    state,
+    states,
+    view,
 )
 
 from kvfold.errors import PlanError
-from kvfold.plan import PlanOptions
+from kvfold.mesh import Mesh
 from kvfold.vllm import translate
 
-BLOCKS, BLOCK, HEADS, DIM = 5, 16, 2, 8
+
+def ring():
+    return CircularBufferSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
-def full(**changes):
-    fields = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
-    return FullAttentionSpec(**fields | changes)
+def hybrid(**changes):
+    """Attention and its draft, a ring outside prefix caching, states."""
+    return kv_config(
+        group(full(), "layers.0.attn", "layers.1.attn", "layers.4.attn"),
+        group(ring(), "layers.0.ring"),
+        group(state(), "layers.2.state"),
+        **changes,
+    )
 
 
-def mla():
-    return MLAAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=24, head_size_v=0, dtype=torch.float32,
-        max_tp_shards=1,
-    )  # fmt: skip
+def caches():
+    names = ("layers.0.attn", "layers.1.attn", "layers.4.attn")
+    tensors = dict(zip(names, view("LBHNC", 3, HEADS, 2 * DIM), strict=True))
+    return {**tensors, "layers.2.state": states()[0]}
 
 
-def kv_config(spec, layers=("layers.0.attn", "layers.1.attn"), groups=1):
-    group = KVCacheGroupSpec(list(layers), spec)
-    return KVCacheConfig(BLOCKS, [], [group] * groups, kv_cache_layout="LBHNC")
+def recorded(config=None, kv=None, rank=0, blocks=1):
+    config = config or engine_config(speculative_config=speculative())
+    return translate.stage_record(config, kv or hybrid(), caches(), blocks, rank)
 
 
-def engine_config(**changes):
-    """As much of a `VllmConfig` as is read, with the given values changed ("a.b" paths)."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, prefill_context_parallel_size=1,
-            decode_context_parallel_size=1, nnodes=1, tensor_parallel_size=1,
-        ),
-        speculative_config=None,
-        lora_config=None,
-        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
-        cache_config=SimpleNamespace(
-            calculate_kv_scales=False, prefix_caching_hash_algo="sha256"
-        ),
-        device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(
-            model_arch_config=SimpleNamespace(per_layer_overrides=None, total_num_kv_heads=HEADS)
-        ),
-    )  # fmt: skip
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        target = config
-        for name in parents:
-            target = getattr(target, name)
-        setattr(target, last, value)
-    return config
+# -- refusals ----------------------------------------------------------------------------------
 
 
-def test_what_is_supported_passes():
-    translate.check_supported(engine_config(), kv_config(full()))
-    translate.check_supported(engine_config(), kv_config(mla()))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel_config__pipeline_parallel_size": 2},
+        {"parallel_config__prefill_context_parallel_size": 2},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"speculative_config": speculative()},
+        {"lora_config": object()},
+    ],
+)
+def test_what_is_supported_passes(changes):
+    config = engine_config(**changes)
+    translate.check_supported(config, kv_config(group(full())))
+    translate.check_supported(config, kv_config(group(mla()), group(state())))
+    translate.check_supported(config, hybrid())
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"parallel_config__nnodes": 2}, "nnodes=2"),
-        ({"speculative_config": SimpleNamespace(method="mtp")}, "speculative_config='mtp'"),
-        ({"lora_config": object()}, "lora_config"),
+        ({"speculative_config": speculative("extract_hidden_states")}, "speculative_config='ext"),
         ({"kv_transfer_config__kv_role": "kv_consumer"}, "kv_role='kv_consumer'"),
         ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales=True"),
         ({"device_config__device_type": "cuda"}, "device='cuda'"),
@@ -91,137 +92,219 @@ def test_what_is_supported_passes():
 )
 def test_settings_that_are_not_supported_are_refused_by_name(change, named):
     with pytest.raises(PlanError) as caught:
-        translate.check_supported(engine_config(**change), kv_config(full()))
+        translate.check_supported(engine_config(**change), hybrid())
     assert str(caught.value).startswith(named)
 
 
-def test_several_groups_and_other_caches_are_refused():
-    with pytest.raises(PlanError, match=r"cache groups='2 \(FullAttentionSpec\)'"):
-        translate.check_supported(engine_config(), kv_config(full(), groups=2))
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=DIM, dtype=torch.float32, sliding_window=64
-    )
-    with pytest.raises(PlanError, match=r"layer 'layers.0.attn' cache='SlidingWindowSpec'"):
-        translate.check_supported(engine_config(), kv_config(window))
-    with pytest.raises(PlanError, match="FullAttentionSpec"):
-        translate.check_supported(engine_config(), kv_config(full(sliding_window=64)))
+def test_caches_that_cannot_be_stored_are_refused_by_layer():
+    with pytest.raises(PlanError, match=r"layer 'layers.0.attn' mamba_cache_mode='none'"):
+        translate.check_supported(engine_config(), kv_config(group(state(mode="none"))))
+    resident = group(full(), "layers.0.attn", host_resident=True)
+    with pytest.raises(PlanError, match="cache group 1='host resident'"):
+        translate.check_supported(engine_config(), kv_config(group(mla(), "a"), resident))
 
 
-def test_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(translate.vllm, "__version__", "0.33.1")
-    with pytest.raises(PlanError, match=r"vllm version='0.33.1': expected 0.32"):
-        translate.check_supported(engine_config(), kv_config(full()))
+@pytest.mark.parametrize("version", ["0.33.1", "0.31.0", "1.32.0"])
+def test_another_version_is_refused(monkeypatch, version):
+    monkeypatch.setattr(translate.vllm, "__version__", version)
+    with pytest.raises(PlanError, match=rf"vllm version='{version}': expected 0.32"):
+        translate.check_supported(engine_config(), hybrid())
+
+
+# -- the record --------------------------------------------------------------------------------
+
+
+def test_a_record_has_every_group_in_its_place():
+    record = recorded(rank=3, blocks=2)
+    assert json.loads(json.dumps(record)) == record
+    attention, scratch, gdn = record["groups"]
+    skeletons = [{k: v for k, v in g.items() if k != "layers"} for g in record["groups"]]
+    assert skeletons == [
+        {"index": 0, "prefix_cacheable": True, "block_size": 16, "mode": ""},
+        {"index": 1, "prefix_cacheable": False, "block_size": 4, "mode": ""},
+        {"index": 2, "prefix_cacheable": True, "block_size": 32, "mode": "align"},
+    ]
+    assert scratch["layers"] == []
+    assert [layer["spec"]["name"] for layer in gdn["layers"]] == ["layers.2.state"]
+    drafts = {layer["spec"]["name"]: layer["draft"] for layer in attention["layers"]}
+    assert drafts == {"layers.0.attn": False, "layers.1.attn": False, "layers.4.attn": True}
+    assert (record["rank"], record["blocks_per_chunk"]) == (3, 2)
+    assert (record["tokens_per_hash"], record["num_blocks"]) == (BLOCK, BLOCKS)
+    assert record["layout"] == "LBHNC"
+    assert set(record["strides"]) == set(record["shapes"]) == set(record["backends"])
+    assert set(record["strides"]) == {*drafts, "layers.2.state"}
+    assert record["strides"]["layers.0.attn"] == [256, 16, 1], "without the distance of blocks"
+
+
+def test_the_alignment_of_hits_is_the_engine_s_or_a_hash():
+    assert recorded(kv=hybrid(cache_hit_alignment_tokens=32))["alignment_tokens"] == 32
+    assert recorded(kv=hybrid())["alignment_tokens"] == BLOCK
+
+
+def test_a_record_is_what_the_plan_is_built_from():
+    agreed = translate.agree([recorded(kv=hybrid(cache_hit_alignment_tokens=32))])
+    assert agreed.period_tokens == 32
+    assert [(g.index, g.is_draft) for g in agreed.plan.stored] == [
+        (0, False),
+        (0, True),
+        (2, False),
+    ]
+    assert agreed.modes == ("", "", "align")
+    assert [g.chunk_bytes for g in agreed.plan.stored] == [2 * 2 * 2048, 2 * 2048, 40]
+
+
+def test_layers_that_read_another_s_cache_are_not_stored():
+    shared = SimpleNamespace(kv_sharing_target_layer_name="layers.0.attn")
+    config = engine_config(compilation_config__static_forward_context={"layers.1.attn": shared})
+    names = [layer["spec"]["name"] for layer in recorded(config)["groups"][0]["layers"]]
+    assert names == ["layers.0.attn", "layers.4.attn"]
 
 
 def test_containers_are_unwrapped():
-    specs = {"a": full(), "b": mla()}
-    container = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
-    assert translate.layer_specs(kv_config(container, ("a", "b")), 0) == specs
+    specs = {"layers.2.state": state(mode="all")}
+    container = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
+    kv = kv_config(group(container, "layers.2.state"))
+    (found,) = recorded(kv=kv)["groups"]
+    assert found["mode"] == "all"
+    assert [layer["spec"]["kind"] for layer in found["layers"]] == ["gdn"]
 
 
-def view(layout: str, layers: int, heads: int, row: int, split: int = 1):
-    """Views [B, H, N, C] of `layers` caches in one allocation, in the physical order `layout`."""
-    sizes = {"L": layers, "B": BLOCKS * split, "H": heads, "N": BLOCK // split, "C": row}
-    backing = torch.arange(sizes["L"] * sizes["B"] * heads * sizes["N"] * row, dtype=torch.float32)
-    backing = backing.reshape([sizes[axis] for axis in layout])
-    ordered = backing.permute([layout.index(axis) for axis in "LBHNC"])
-    return [ordered[i] for i in range(layers)]
+def test_a_group_that_is_not_transferred_takes_no_part():
+    kv = kv_config(group(full(), "layers.0.attn", enable_kv_transfer=False), group(mla(), "b"))
+    assert not translate.participates(kv, 0)
+    assert translate.participates(kv, 1)
+
+
+def test_a_backend_is_named_if_it_has_a_name():
+    class Named:
+        def get_attn_backend(self):
+            return SimpleNamespace(get_name=lambda: "CPU_ATTN")
+
+    class Other:
+        def get_attn_backend(self):
+            raise NotImplementedError
+
+    context = {"layers.0.attn": Named(), "layers.2.state": Other()}
+    backends = recorded(engine_config(compilation_config__static_forward_context=context))
+    assert backends["backends"]["layers.0.attn"] == "CPU_ATTN"
+    assert backends["backends"]["layers.2.state"] == "Other"
 
 
 @pytest.mark.parametrize(
-    ("layout", "heads", "split", "encoding"),
+    ("name", "draft"),
     [
-        ("LBHNC", 2, 1, "heads_first"),
-        ("LBNHC", 2, 1, "tokens_first"),
-        ("BLHNC", 2, 1, "heads_first"),
-        ("BLNHC", 2, 1, "tokens_first"),
-        ("LBNHC", 1, 1, "heads_first"),
-        ("LBHNC", 1, 4, "heads_first"),
-        ("LBHNC", 2, 4, "opaque"),
+        ("model.layers.3.self_attn.attn", False),
+        ("model.layers.4.self_attn.attn", True),
+        ("draft_model.layers.0.attn", True),
+        ("encoder", False),
     ],
 )
-def test_pages_are_found_by_layout(layout, heads, split, encoding):
-    tensors = dict(zip("ab", view(layout, 2, heads, 2 * DIM, split), strict=True))
-    config = kv_config(full(num_kv_heads=heads), ("a", "b"))
-    assert translate._encoding(tensors["a"], BLOCKS, heads) == encoding
-    for name, at in translate.pages(tensors, config).items():
-        for block in range(BLOCKS):
-            start = at.offset + block * at.block_stride
-            page = at.memory[start : start + at.page_bytes]
-            logical = tensors[name].unflatten(0, (BLOCKS, split))[block]
-            wanted = logical.permute(0, 2, 1, 3) if encoding == "tokens_first" else logical
-            assert page.tobytes() == wanted.contiguous().numpy().tobytes()
+def test_draft_layers_are_those_behind_the_target_s(name, draft):
+    assert translate.is_draft(engine_config(speculative_config=speculative()), name) is draft
+    assert not translate.is_draft(engine_config(), name)
 
 
-def test_pages_with_gaps_are_refused():
-    backing = torch.zeros(BLOCKS, HEADS, BLOCK, 4 * DIM)
-    with pytest.raises(PlanError, match="page strides"):
-        translate._encoding(backing[..., : 2 * DIM], BLOCKS, HEADS)
+# -- the model ---------------------------------------------------------------------------------
 
 
-def record(rank: int, heads: int, total: int, tp: int = 2):
-    layer = {
-        "name": "layers.0.attn", "kind": "full_attention", "block_size": BLOCK,
-        "num_kv_heads": heads, "head_bytes": 64, "total_kv_heads": total,
-        "max_tp_shards": total, "dcp_sharded": True, "encoding": "heads_first",
-        "dtype": "float32", "tokens_per_state": 1, "page_bytes": heads * BLOCK * 64,
-        "engine_page_bytes": heads * BLOCK * 64,
+def model(**changes):
+    return recorded(engine_config(**changes))["model"]
+
+
+def test_the_model_s_fields():
+    assert model() == {
+        "weights": "dummy 0",
+        "loading": {"format": "dummy", "quantization": None, "quantization_config": None},
+        "text_config": {"hidden_size": 64},
+        "rope": {"parameters": {}, "max_model_len": None},
+        "dtype": "float32",
+        "kv_encoding": "auto",
+        "kv_scales": {},
+    }
+
+
+def test_the_length_of_a_model_counts_for_its_rope_only():
+    short = model(model_config=model_config(max_model_len=128))
+    assert short == model()
+    rope = HfConfig(rope_parameters={"rope_type": "longrope"})
+    long = [model(model_config=model_config(hf_text_config=rope, max_model_len=n)) for n in (1, 2)]
+    assert long[0] != long[1]
+
+
+def test_weights_count_by_their_bytes(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"one")
+    changes = {"load_config__load_format": "auto"}
+    found = model(**changes, model_config=model_config(model=str(tmp_path)))["weights"]
+    single = str(tmp_path / "model.bin")
+    assert model(**changes, model_config=model_config(model=single))["weights"] == found
+    (tmp_path / "model.bin").write_bytes(b"two")
+    assert model(**changes, model_config=model_config(model=str(tmp_path)))["weights"] != found
+
+
+def test_weights_that_are_not_here_count_by_name_and_revision(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("organisation/nothing-of-this-name", "s3://not a name"):
+        elsewhere = model_config(model=name, revision="r")
+        found = model(load_config__load_format="auto", model_config=elsewhere)["weights"]
+        assert found == f"{name} at r"
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(PlanError, match="readable weights"):
+        model(load_config__load_format="auto", model_config=model_config(model=str(tmp_path)))
+
+
+def test_a_draft_is_told_with_its_weights():
+    assert recorded(engine_config())["draft"] is None
+    own = recorded(engine_config(speculative_config=speculative(seed=7, dtype=torch.bfloat16)))
+    assert own["draft"] == {
+        "method": "mtp", "weights": "dummy 7", "text_config": {"hidden_size": 64},
+        "quantization": None, "dtype": "bfloat16",
     }  # fmt: skip
-    return {
-        "rank": rank,
-        "group": {"index": 0, "prefix_cacheable": True, "layers": [layer]},
-        "strides": {"layers.0.attn": [1]},
-        "mesh": {"tp": tp, "dcp": 1, "pcp": 1, "pp": 1},
-        "options": {"blocks_per_chunk": 1, "tokens_per_hash": BLOCK},
-        "layout": "LBHNC",
-        "notes": {"hash_seed": "fixed"},
-        "model": {
-            "weights": "w", "loading": {}, "text_config": {}, "rope": {}, "dtype": "float32",
-            "kv_encoding": "auto/CPU_ATTN", "kv_scales": {},
-        },
-    }  # fmt: skip
+    ngram = SimpleNamespace(method="ngram", num_speculative_tokens=2, draft_model_config=None)
+    assert recorded(engine_config(speculative_config=ngram))["draft"] is None
 
 
-def test_one_head_folds_and_two_do_not():
-    one = translate.build_plan([record(r, 1, 1) for r in (0, 1)]).groups[0]
-    two = translate.build_plan([record(r, 1, 2) for r in (0, 1)]).groups[0]
-    assert [f.replicas for f in one.fragments] == [2]
-    assert [f.replicas for f in two.fragments] == [1, 1]
-    assert two.chunk_bytes == 2 * one.chunk_bytes
+# -- single settings ---------------------------------------------------------------------------
 
 
-def test_workers_that_differ_are_told_the_first_field():
-    other = record(1, 1, 1)
-    other["group"]["layers"][0]["dtype"] = "bfloat16"
-    with pytest.raises(PlanError) as caught:
-        translate.build_plan([record(0, 1, 1), other])
-    assert str(caught.value) == (
-        "worker 1 group.layers[0].dtype='bfloat16': expected 'float32' as on worker 0"
+def test_the_mesh():
+    config = engine_config(
+        parallel_config__tensor_parallel_size=4,
+        parallel_config__decode_context_parallel_size=2,
+        parallel_config__pipeline_parallel_size=3,
+        parallel_config__cp_kv_cache_interleave_size=8,
     )
-    with pytest.raises(PlanError, match="worker records"):
-        translate.build_plan([record(0, 1, 1)])
+    assert translate.mesh(config) == Mesh(tp=4, dcp=2, pcp=1, pp=3, dcp_interleave=8)
 
 
-def test_the_identity_tells_models_apart_and_nothing_else():
-    base = record(0, 2, 2, tp=1)
+def test_a_draft_lags_by_what_may_be_rejected():
+    assert translate.draft_lag(engine_config()) == 0
+    assert translate.draft_lag(engine_config(speculative_config=speculative(tokens=3))) == 4
+    none = speculative(tokens=None)
+    assert translate.draft_lag(engine_config(speculative_config=none)) == 1
 
-    def digest(changed):
-        return translate.build_identity(changed, translate.build_plan([changed])).digest
 
-    for section, field, value in (
-        ("model", "weights", "v"),
-        ("model", "dtype", "bfloat16"),
-        ("model", "loading", {"quantization": "fp8"}),
-        ("model", "kv_encoding", "fp8/CPU_ATTN"),
-    ):
-        changed = copy.deepcopy(base)
-        changed[section][field] = value
-        assert digest(changed) != digest(base), field
-    seeded = {**base, "notes": {"hash_seed": "1"}}
-    assert digest(seeded) == digest(base)
-    folded = [record(r, 1, 2) for r in (0, 1)]
-    at_tp2 = translate.build_identity(folded[0], translate.build_plan(folded)).digest
-    assert at_tp2 == digest(base), "two heads' bytes do not depend on the ranks"
+def test_events():
+    assert not translate.events_enabled(engine_config())
+    for enabled in (True, False):
+        events = SimpleNamespace(enable_kv_cache_events=enabled)
+        assert translate.events_enabled(engine_config(kv_events_config=events)) is enabled
+
+
+def test_adapters_of_requests():
+    lora = SimpleNamespace(lora_int_id=3, lora_path="/a")
+    assert translate.adapter(SimpleNamespace(lora_request=None)) is None
+    assert translate.adapter(SimpleNamespace(lora_request=lora)) == (3, "/a")
+
+
+def test_a_junction_is_never_moved_back():
+    request = SimpleNamespace(shared_prefix_boundary=64)
+    translate.mark_junction(request, 32)
+    assert request.shared_prefix_boundary == 64
+    translate.mark_junction(request, 96)
+    assert request.shared_prefix_boundary == 96
 
 
 @pytest.mark.parametrize(
@@ -242,9 +325,3 @@ def test_hashes_that_no_other_process_can_make_are_noticed(
     config = engine_config(cache_config__prefix_caching_hash_algo=algorithm)
     assert translate.random_hash_seed(config) == random
     assert translate.hash_bytes(config) == size
-
-
-def test_plan_options_travel_in_the_record():
-    options = PlanOptions(blocks_per_chunk=2, tokens_per_hash=BLOCK)
-    records = [{**record(r, 1, 1), "options": vars(options)} for r in (0, 1)]
-    assert translate.build_plan(records).groups[0].tokens_per_chunk == 2 * BLOCK
