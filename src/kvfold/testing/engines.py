@@ -42,14 +42,14 @@ def kv_transfer_config(connector: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def engine_env(tp: int = 1) -> dict[str, str]:
+def engine_env(ranks: int = 1) -> dict[str, str]:
     """Return the environment variables that a small, offline, quiet CPU engine needs.
 
-    At `tp` > 1 each rank gets one core of its own; a rank's threads would otherwise fight for all.
+    Of several `ranks` each gets one core of its own; their threads would otherwise fight for all.
     """
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB for each worker
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tp == 1 else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -57,12 +57,12 @@ def engine_env(tp: int = 1) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHDYNAMO_DISABLE": "1",  # the first logprobs would compile a kernel, for 13 s
     }
-    if tp == 1:
+    if ranks == 1:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # would pin the test's own threads too
     else:
         cores = sorted(os.sched_getaffinity(0))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[rank % len(cores)]) for rank in range(tp)
+            str(cores[rank % len(cores)]) for rank in range(ranks)
         )
     return env
 
@@ -71,6 +71,7 @@ def llm_arguments(
     model: Path | str,
     *,
     tp: int = 1,
+    pp: int = 1,
     engine_args: Mapping[str, Any] | None = None,
     connector: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def llm_arguments(
     arguments: dict[str, Any] = {
         "model": str(model),
         "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "enforce_eager": True,
@@ -85,7 +87,7 @@ def llm_arguments(
         "max_num_seqs": 8,
         "seed": 0,
         "disable_log_stats": False,
-        **engine_needs(Path(model)),
+        **engine_needs(Path(model), pp),
     }
     if connector is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(connector)
@@ -261,6 +263,7 @@ class Engine:
         *,
         log: Path,
         tp: int = 1,
+        pp: int = 1,
         engine_args: Mapping[str, Any] | None = None,
         connector: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
@@ -269,7 +272,7 @@ class Engine:
         """Start the process and return when its engine is ready. Raises `EngineFailed`."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = llm_arguments(model, tp=tp, engine_args=engine_args, connector=connector)
+        arguments = llm_arguments(model, tp=tp, pp=pp, engine_args=engine_args, connector=connector)
         self._answers, theirs = os.pipe()
         self._buffer = b""
         with log.open("ab") as out:
@@ -281,7 +284,7 @@ class Engine:
                 pass_fds=(theirs,),
                 start_new_session=True,
                 env=os.environ
-                | engine_env(tp)
+                | engine_env(tp * pp)
                 | few_threads(Path(model))
                 | _import_path()
                 | dict(env or {}),

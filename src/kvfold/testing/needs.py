@@ -14,14 +14,22 @@ _STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_needs(model: Path) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM` for the checkpoint in `model`; empty for most."""
+def engine_needs(model: Path, pp: int = 1) -> dict[str, Any]:
+    """Return arguments of `vllm.LLM` for the checkpoint in `model`; empty for most at `pp` 1."""
     config = json.loads((model / "config.json").read_text())
     needs: dict[str, Any] = {}
+    compilation: dict[str, Any] = {}
     if "kv_lora_rank" in config:
         # The CPU kernel rotates MLA's strided keys wrongly, and differently for every number of
         # tokens computed at once: a prefix's bytes would change with what follows it.
-        needs["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        compilation["custom_ops"] = ["-rotary_embedding"]
+    if pp > 1:
+        # Later stages allocate what they receive into while the model warms up, which an eager
+        # engine does not do. This one does, and with dynamo disabled compiles nothing all the same.
+        needs["enforce_eager"] = False
+        compilation |= {"mode": 2, "backend": "eager"}
+    if compilation:
+        needs["compilation_config"] = compilation
     if config.get("num_nextn_predict_layers"):
         needs["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     draft = model / "draft"
