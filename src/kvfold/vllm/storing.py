@@ -93,19 +93,20 @@ class Storing:
         if tables is None or state.blocked or state.mask is None:
             return
         g, request = self._geometry, state.request
-        known = min(computed, request.num_tokens, len(request.block_hashes) * g.tokens_per_hash)
-        next_chunk = NEVER
+        known = min(computed, request.num_tokens)
+        hashed = len(request.block_hashes) // g.hashes_per_chunk
+        next_tokens = NEVER
         for group in self._positional:
             lag = g.draft_lag if group.optional and not finished else 0
-            last = (known - lag) // g.period
+            last = min((known - lag) // g.period, hashed)
             first = state.next[group.number]
             if first < last:
                 self._store_group(state, group, tables[group.index], first, last)
                 if finished:
                     left = last - state.next[group.number]
                     self._recorder.add(metrics.CHUNKS_DROPPED, left)
-            next_chunk = min(next_chunk, state.next[group.number] + (lag > 0))
-        state.next_tokens = (next_chunk + 1) * g.period
+            next_tokens = min(next_tokens, (state.next[group.number] + 1) * g.period + lag)
+        state.next_tokens = next_tokens
 
     def _store_group(
         self, state: RequestState, group: GroupGeometry, table: Sequence[int], first: int, last: int
