@@ -78,4 +78,6 @@ def disk_tokens(geometry: Geometry, load: Load, tiers: NDArray[np.uint8]) -> int
     columns = np.zeros(tiers.shape[1], dtype=bool)
     for number, chunks in load.parts:
         columns[chunks[tiers[number, chunks] == 1]] = True
+    if all(group.need != "all" for group in geometry.groups):  # a chunk stands for all before it
+        return load.tokens if columns.any() else 0
     return min(int(columns.sum()) * geometry.period, load.tokens)
