@@ -21,9 +21,10 @@ from kvfold.mesh import Mesh
 from kvfold.plan import PlanOptions, plan
 from kvfold.spans import with_chunks
 from kvfold.vllm.agreement import Agreed
+from kvfold.vllm.io_thread import run_logged
 from kvfold.vllm.messages import LoadFailure, StepResults
 from kvfold.vllm.requests import Geometry
-from kvfold.vllm.scheduler import SchedulerSide, run_logged
+from kvfold.vllm.scheduler import SchedulerSide
 
 SPAN = 16
 """Tokens per block of attention."""

@@ -247,6 +247,18 @@ def test_an_aborted_load_stores_nothing(bench):
     bench.side.update(None, {"a"})
 
 
+def test_loads_that_wait_are_counted(bench):
+    for name in "ab":
+        request = bench.arrive(name, 80, know=3)
+        bench.offer(request)
+        bench.load_of(request, 3 * SPAN)
+    assert bench.side.waiting_loads == 2
+    bench.finish(request, free=False)
+    assert bench.side.waiting_loads == 1, "one was aborted"
+    bench.side.update(None, {"a", "b"})
+    assert bench.side.waiting_loads == 0
+
+
 def test_only_steps_that_compute_nothing_are_slowed_down(bench):
     request = bench.compute(bench.arrive("a", 64))
     assert bench.step((request, 64)).pause_s == 0
@@ -273,4 +285,4 @@ def test_what_was_asked_and_found_is_counted_by_group(mixed):
     mixed.offer(request)
     stats = mixed.side.recorder.take().data
     assert stats["lookup_tokens"] == {"": 256}
-    assert stats["found_tokens"] == {"0 full_attention": 192}
+    assert stats["found_tokens"] == {"0 full_attention": 192, "3 gdn": 128}

@@ -7,6 +7,7 @@ import pytest
 from scheduler_bench import DRAFT, FULL, SPAN, STATE, WINDOW, Bench, hybrid, index_of
 from small_specs import group
 
+from kvfold.errors import PlanError
 from kvfold.vllm import metrics
 
 
@@ -134,13 +135,18 @@ def test_a_step_may_always_hold_what_it_computes(mixed):
     assert hybrid(num_blocks=2000).geometry.max_pinned_blocks == 128 + 128 + 16 + 128
 
 
-@pytest.mark.xfail(strict=True, reason="chunks of more blocks than a step computes never fit")
 def test_a_chunk_may_be_larger_than_a_step():
     bench = Bench([group(0)], chunk=64, num_blocks=400, max_step_tokens=512)
     request = bench.compute(bench.arrive("a", 1024))
     bench.step((request, 512))
     (order,) = bench.step((request, 512)).stores
     assert order.keys == bench.key(request, 0)
+
+
+def test_an_engine_that_can_never_hold_a_chunk_is_refused():
+    Bench([group(0)], chunk=64, num_blocks=128)
+    with pytest.raises(PlanError, match=r"chunk of group 0 full_attention=64: expected at most 63"):
+        Bench([group(0)], chunk=64, num_blocks=127)
 
 
 # -- many groups -------------------------------------------------------------------------------
@@ -291,12 +297,14 @@ def test_a_draft_is_stored_when_its_proposals_are_settled():
     orders = mixed.step((request, 128))
     assert index_of(orders, FULL).keys == mixed.keys(request, (0, 1), FULL)
     assert index_of(orders, DRAFT).keys == mixed.key(request, 0, DRAFT), "128 may be rewritten"
-    orders = mixed.step((request, 70))
+    assert not mixed.step((request, 4)).stores
+    (order,) = mixed.step((request, 1)).stores
+    assert (order.group, order.keys) == (DRAFT, mixed.key(request, 1, DRAFT))
+    orders = mixed.step((request, 67))
     assert index_of(orders, FULL).keys == mixed.key(request, 2, FULL)
-    assert index_of(orders, DRAFT).keys == mixed.key(request, 1, DRAFT)
+    assert index_of(orders, DRAFT).keys == mixed.key(request, 2, DRAFT)
 
 
-@pytest.mark.xfail(strict=True, reason="only chunks of the target that are left count at the end")
 def test_the_end_settles_a_draft():
     mixed = hybrid(lag=5)
     request = mixed.compute(mixed.arrive("a", 128))
@@ -326,6 +334,14 @@ def test_after_a_preemption_nothing_is_stored_twice(mixed):
     mixed.finish(request)
     mixed.done(*first.stores, *second.stores)
     assert mixed.used == 0
+
+
+def test_a_request_that_computed_nothing_leaves_nothing(mixed):
+    request = mixed.arrive("a", 300)
+    mixed.side.request_finished(request, ([], [], [], []))
+    stranger = mixed.request("never seen", 300)
+    mixed.side.request_finished(stranger, ())
+    assert not mixed.step().stores
 
 
 def test_what_was_loaded_is_not_stored(mixed):
@@ -366,11 +382,13 @@ def test_a_request_without_tables_waits_for_them(bench):
     assert order.keys == bench.keys(request, range(4))
 
 
-def test_steps_that_complete_nothing_do_not_look_at_tables(mixed):
+@pytest.mark.parametrize("lag", [0, 5])
+def test_steps_that_complete_nothing_do_not_look_at_tables(lag):
+    mixed = hybrid(lag=lag)
     request = mixed.compute(mixed.arrive("a", 300))
-    mixed.step((request, 64))
+    mixed.step((request, 64 + lag))
     mixed.asked_tables.clear()
-    for _ in range(63):
+    for _ in range(63 - lag):
         mixed.step((request, 1))
     assert not mixed.asked_tables
     mixed.step((request, 1))
