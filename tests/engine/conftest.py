@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +45,20 @@ def mla(checkpoints: Path) -> Path:
 def engine_log(tmp_path: Path) -> Path:
     """Where a test's engine processes write their output."""
     return tmp_path / "engine.log"
+
+
+@pytest.fixture
+def store(tmp_runtime: Path, tmp_path: Path, no_leaks: None) -> Iterator[dict[str, Any]]:
+    """Connector settings of a store of this test's own; the store is stopped at the end."""
+    from trial import stop
+
+    settings = {
+        "host": "128MiB",
+        "disk": "256MiB",
+        "disk_path": str(tmp_path / "disk"),
+        "runtime_dir": str(tmp_runtime),
+        "digest_dir": str(tmp_path / "digests"),
+        "lookup_wait_ms": 5000,  # a busy machine must not turn hits into misses here
+    }
+    yield settings
+    stop(settings)
