@@ -233,6 +233,7 @@ class World:
         self.disk = FakeDisk(disk_slots) if disk_slots else None
         self.peers: dict[int, Peer] = {}
         self.stopped = False
+        self.backlog_bytes = 0  # what clients have not read
         self.core = StoreCore(
             self.arena,
             self.disk,
@@ -240,6 +241,7 @@ class World:
             lambda: self.now_s,
             self._send,
             self._stop,
+            backlog=lambda number: self.backlog_bytes,
         )  # type: ignore[arg-type]
         self._next_number = 0
         if scanned:
@@ -271,11 +273,12 @@ class World:
         fingerprint: str = "f",
         groups: list[Group] | None = None,
         version: int = VERSION,
+        evictions: bool = False,
     ) -> Peer:
         self._next_number += 1
         peer = Peer(self, self._next_number)
         groups = [self.group()] if groups is None else groups
-        hello = Hello(version, role, engine, rank, world, fingerprint, groups)
+        hello = Hello(version, role, engine, rank, world, fingerprint, groups, evictions)
         welcome = self.core.hello(peer.number, 1, hello)
         assert isinstance(welcome, Welcome)
         self.peers[peer.number] = peer

@@ -20,6 +20,7 @@ GROUP = m.Group(8192, 5000, SPACE, '{"model": "x"}', False, 40_000)
 
 FROM_CLIENT = [
     m.Hello(1, "worker", "engine", 63, 64, "f", [GROUP]),
+    m.Hello(1, "scheduler", "engine", 0, 64, "f", [GROUP], True),
     m.Lookup(2**63 - 1, SPACE * 3),
     m.OpenTicket(1, 0, SPACE, SPACE * 2, 2**64 - 1),
     m.Ack(1, b"\0\0\0\0"),
@@ -39,6 +40,8 @@ FROM_STORE = [
     m.Tiers(1, b"\0\1\2"),
     m.Ready(1, b"\0\0\0\0", bytes(8)),
     m.Failed(1, 3, "corrupt"),
+    m.Evicted(SPACE, SPACE * 2),
+    m.Evicted(bytes(32), b""),
     m.Released(1, True),
     m.Verdicts(1, b"\xff" * 8, b""),
     m.Report(1, b"{}"),
@@ -109,6 +112,7 @@ def raw(*items: object) -> bytes:
         raw("Hello", 1, "king", "e", 0, 1, "", []),
         raw("Hello", 1, "worker", "", 0, 1, "", []),
         raw("Hello", 1, "worker", "e", 64, 1, "", []),
+        raw("Hello", 1, "scheduler", "e", 0, 1, "", [], 1),
         raw("Hello", 1, "worker", "e", 0, 65, "", []),
         raw("Hello", 1, "worker", "e", 0, 1, "", [[0, 1, SPACE, ""]]),
         raw("Hello", 1, "worker", "e", 0, 1, "", [[4096, 1, SPACE, ""]] * 65),

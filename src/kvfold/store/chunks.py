@@ -70,6 +70,8 @@ class ChunkTable:
         self.queued: Bools = np.zeros(0, np.bool_)  # waits for, or is under, a disk write
         self._free: Ints = np.zeros(0, np.int64)
         self._free_count = 0
+        # Namespace numbers and keys of what became absent, while somebody wants to know.
+        self.gone: list[tuple[NDArray[np.int32], Keys64]] | None = None
         self.evicted_host = 0
         self.evicted_disk = 0
         self._grow(_FIRST_CAPACITY)
@@ -154,6 +156,9 @@ class ChunkTable:
         """Make entries absent that have no slot in either tier any more."""
         if not len(entries):
             return
+        if self.gone is not None:
+            # Also what was never complete: others may have been told that it exists.
+            self.gone.append((self.namespace[entries], self.index.keys[entries]))
         self.index.remove(entries)
         for cls, part in self._by_class(entries):
             cls.host_order.drop(part)

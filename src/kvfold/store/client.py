@@ -40,6 +40,7 @@ from kvfold.store.messages import (
     Bye,
     Commit,
     Done,
+    Evicted,
     Failed,
     Flush,
     FromStore,
@@ -96,6 +97,7 @@ class Callbacks:
     on_ready: Callable[[int, NDArray[np.uint32], NDArray[np.uint64]], None] = lambda *_: None
     on_failed: Callable[[int, int, str], None] = lambda *_: None
     on_gone: Callable[[], None] = lambda: None
+    on_evicted: Callable[[bytes, bytes], None] | None = None
 
 
 class StoreClient:
@@ -133,15 +135,20 @@ class StoreClient:
         on_ready: Callable[[int, NDArray[np.uint32], NDArray[np.uint64]], None] = lambda *_: None,
         on_failed: Callable[[int, int, str], None] = lambda *_: None,
         on_gone: Callable[[], None] = lambda: None,
+        on_evicted: Callable[[bytes, bytes], None] | None = None,
     ) -> StoreClient:
         """Connect to the store that `settings` name, and start it first if `start`.
+
+        `on_evicted(namespace, keys)`, for schedulers: chunks of this engine's have left every tier.
+        Without keys: some have that nobody can name.
 
         Raises `StoreRefused` with a code, `StoreGone` if there is no store or it does not answer,
         `StoreError` in the store's words if it cannot start.
         """
         until_s = time.monotonic() + timeout_s
-        hello = Hello(VERSION, role, engine, rank, world, fingerprint, list(groups))
-        callbacks = Callbacks(on_ready, on_failed, on_gone)
+        evictions = on_evicted is not None
+        hello = Hello(VERSION, role, engine, rank, world, fingerprint, list(groups), evictions)
+        callbacks = Callbacks(on_ready, on_failed, on_gone, on_evicted)
         while True:
             folder = settings.runtime_path(engine)
             left_s = until_s - time.monotonic()
@@ -345,6 +352,8 @@ class StoreClient:
                     )
                 case Failed(ticket, index, reason):
                     self._callbacks.on_failed(ticket, index, reason)
+                case Evicted(namespace, keys) if self._callbacks.on_evicted is not None:
+                    self._callbacks.on_evicted(namespace, keys)
                 case Tiers() | Released() | VerdictsMessage() | Report():
                     self._answer(message)
                 case _:

@@ -19,6 +19,7 @@ from kvfold.store.arena import Arena
 from kvfold.store.chunks import READY, ChunkTable, Ints, SlotClass
 from kvfold.store.core_clients import Client, Engine, Quarantine, Send
 from kvfold.store.core_disk import DiskQueue, Drained, Order, Sync
+from kvfold.store.core_evictions import Evictions
 from kvfold.store.core_status import report
 from kvfold.store.core_why import report_why
 from kvfold.store.disk import DiskTier, Found, ReadOutcome
@@ -76,6 +77,7 @@ class StoreCore:
         sync: Sync = lambda done: done(True),
         pid: int = 0,
         count: Count = lambda work, done: done(work()),
+        backlog: Callable[[int], int] = lambda client: 0,
     ) -> None:
         self.store_id = secrets.token_hex(16)
         self.pid = pid
@@ -88,6 +90,7 @@ class StoreCore:
         self.jobs = JobBook(
             self.table, self.quarantine, send, self._published, settings.job_deadline_s
         )
+        self.evictions = Evictions(self.table, send, backlog)
         self.namespaces = NamespaceBook()
         self.records = RecordBook()
         self.clients: dict[int, Client] = {}
@@ -110,13 +113,15 @@ class StoreCore:
     # ---- clients ----------------------------------------------------------------------------
 
     def hello(self, number: int, pid: int, hello: Hello) -> Welcome:
-        """Admit a client under a number of the caller's. Raises `StoreRefused`."""
+        """Admit a client under a number of the caller's. Raises `StoreRefused`, `FormatError`."""
         if hello.version != VERSION:
             raise StoreRefused(
                 "version", f"the store speaks version {VERSION}, the client {hello.version}"
             )
         if self.stopping:
             raise StoreRefused("stopping", "the store is stopping")
+        if hello.evictions and hello.role != "scheduler":
+            raise FormatError(f"a {hello.role} may not ask for evictions")
         engine = self.engines.get(hello.engine)
         if hello.role == "tool" or engine is None:
             engine = Engine(hello.engine, hello.fingerprint)
@@ -135,6 +140,7 @@ class StoreCore:
         groups = [(group, self._use_group(group)) for group in hello.groups]
         for group in hello.groups:
             self.namespaces.learn(group.namespace, group.text, copies_bytes=group.copies_bytes)
+            engine.learn(group.namespace)
         client = Client(number, pid, hello.role, hello.rank, engine, groups)
         self.clients[number] = client
         if hello.role != "tool":
@@ -142,6 +148,8 @@ class StoreCore:
             engine.clients.add(client)
             if hello.role == "worker":
                 engine.workers[hello.rank] = client
+        if hello.evictions:
+            self.evictions.listen(client)
         return Welcome(number, self.store_id, self.table.arena.size_bytes, self.pid)
 
     def _use_group(self, group: Group) -> SlotClass:
@@ -188,6 +196,7 @@ class StoreCore:
                 self.jobs.leave(client, process_gone=process_gone)
             elif client.role == "scheduler":
                 self.tickets.leave_opener(client)
+                self.evictions.leave(client)
             if client.role != "tool" and not engine.clients:
                 self.tickets.drop_engine(engine)
                 self.jobs.drop_engine(engine)
@@ -258,6 +267,7 @@ class StoreCore:
     def _learn_epoch(self, client: Client, ask: Ask) -> None:
         """A job under another namespace than its group's stores what a reset has set apart."""
         group, _ = client.group(ask.group)
+        client.engine.learn(ask.namespace)
         if ask.namespace != group.namespace and ask.namespace not in self.namespaces:
             self.namespaces.learn(
                 ask.namespace, group.text, copies_bytes=group.copies_bytes, epoch=True

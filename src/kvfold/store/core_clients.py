@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # How tickets and jobs answer: (client number, message). The server or a test says how.
 Send = Callable[[int, Message], None]
 
+# How many namespaces of an engine are known: those of its groups and of its latest epochs.
+_NAMESPACES = 1024
 # How many `Done`s of unknown tickets an engine's record remembers.
 _EARLY_DONES = 4096
 
@@ -32,12 +34,20 @@ class Engine:
     workers: dict[int, Client] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
+    namespaces: dict[bytes, None] = field(default_factory=dict)
     early_dones: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
 
     @property
     def connected(self) -> int:
         """Mask of the ranks whose workers are connected."""
         return sum(1 << rank for rank in self.workers)
+
+    def learn(self, namespace: bytes) -> None:
+        """The engine stores under this namespace."""
+        if namespace not in self.namespaces:
+            self.namespaces[namespace] = None
+            if len(self.namespaces) > _NAMESPACES:
+                del self.namespaces[next(iter(self.namespaces))]
 
     def note_early_done(self, ticket: int, rank: int) -> None:
         self.early_dones[ticket, rank] = None

@@ -55,6 +55,7 @@ def report(core: StoreCore, tally: Tally) -> dict[str, object]:
         "quarantined_slots": len(core.quarantine),
         "quarantined_bytes": sum(c.quarantined * c.slot_bytes for c in core.table.classes),
         "departed_holders": len(core.clients) - len(connected),
+        "untold_evictions": core.evictions.untold,
         "malformed_messages": core.malformed,
         "requests_told": core.requests_told,
         "latencies": {

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvfold.errors import FormatError
 
-VERSION = 2
+VERSION = 3
 KEY_BYTES = 32
 MAX_FRAME_BYTES = 16 << 20
 MAX_KEYS = 65_536
@@ -80,6 +80,7 @@ class Hello(Message, frozen=True):
     world: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     fingerprint: Annotated[str, Meta(max_length=256)]
     groups: Annotated[list[Group], Meta(max_length=MAX_GROUPS)]
+    evictions: bool = False
 
 
 class Lookup(Message, frozen=True):
@@ -179,6 +180,11 @@ class Failed(Message, frozen=True):
     reason: str
 
 
+class Evicted(Message, frozen=True):
+    namespace: Digest
+    keys: Keys
+
+
 class Released(Message, frozen=True):
     rid: Number
     held: bool
@@ -210,7 +216,7 @@ FromClient = (
     | Stop
     | Bye
 )
-FromStore = Welcome | Refused | Tiers | Ready | Failed | Released | Verdicts | Report
+FromStore = Welcome | Refused | Tiers | Ready | Failed | Evicted | Released | Verdicts | Report
 
 client_decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 store_decoder: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)

@@ -215,6 +215,7 @@ def _trouble(r: Report) -> Iterator[Metric]:
         "audit": r["audit_conflicts"],
         "ticket": r["tickets_failed"],
         "message": r["malformed_messages"],
+        "untold": r["untold_evictions"],
     }
     if (disk := r["disk"]) is not None:
         kinds |= {

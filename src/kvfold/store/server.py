@@ -82,6 +82,7 @@ class Server:
             self._sync,
             os.getpid(),
             self._counting.run,
+            self._backlog_bytes,
         )
         self._endpoint = endpoint
         self._threads: DiskThreads | None = None
@@ -118,6 +119,7 @@ class Server:
                 due_s = self.core.tick()
                 busy = self.core.step()
                 self._feed_threads()
+                self.core.evictions.tell()
                 self._consider_stopping()
             self._say_goodbye()
         finally:
@@ -335,6 +337,10 @@ class Server:
             self._wakeup.put(lambda: self._drop(connection, self.core.vanished))
         else:
             self._watch(connection)
+
+    def _backlog_bytes(self, number: int) -> int:
+        connection = self._connections.get(number)
+        return 0 if connection is None else connection.backlog_bytes
 
     def _watch(self, connection: Connection) -> None:
         wanted = selectors.EVENT_READ
