@@ -355,12 +355,20 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 def _save(folder: Path, family: str, config: dict[str, Any], seed: int) -> dict[str, Any]:
     """Write a checkpoint of transformers' classes for `family` and return its weights by name."""
-    import torch
     import transformers
 
     config_class = getattr(transformers, f"{family}Config")
     model_class = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
-    model = model_class(config_class(**config)).to(torch.float32)
+    model = model_class(config_class(**config)).float()
+    draw_weights(model, seed)
+    model.save_pretrained(folder)
+    return dict(model.state_dict())
+
+
+def draw_weights(model: Any, seed: int) -> None:
+    """Fill a torch module's parameters as this module's text says."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         # By name, so that the bytes do not depend on the order in which modules are built.
@@ -373,8 +381,6 @@ def _save(folder: Path, family: str, config: dict[str, Any], seed: int) -> dict[
                 weight.normal_(0.0, std, generator=generator)
             else:
                 weight.fill_(1.0)
-    model.save_pretrained(folder)
-    return dict(model.state_dict())
 
 
 def _write(folder: Path, weights: dict[str, Any], **changes: Any) -> None:

@@ -39,6 +39,8 @@ def engine_needs(model: Path, pp: int = 1) -> dict[str, Any]:
             "model": str(draft),
             "num_speculative_tokens": 2,
         }
+    if config["model_type"] == "blip-2":
+        needs["skip_tokenizer_init"] = False  # its image processor is one of words too
     if config["model_type"] in _STATES:
         # Otherwise an engine keeps no state that another request could begin with.
         needs |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
