@@ -57,6 +57,7 @@ from kvfold.store.messages import (
     Tell,
     Tiers,
     Why,
+    as_keys,
 )
 from kvfold.store.messages import Verdicts as VerdictsMessage
 from kvfold.store.settings import StoreSettings
@@ -353,6 +354,7 @@ class StoreClient:
                 case Failed(ticket, index, reason):
                     self._callbacks.on_failed(ticket, index, reason)
                 case Evicted(namespace, keys) if self._callbacks.on_evicted is not None:
+                    as_keys(keys)
                     self._callbacks.on_evicted(namespace, keys)
                 case Tiers() | Released() | VerdictsMessage() | Report():
                     self._answer(message)

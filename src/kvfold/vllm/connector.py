@@ -33,6 +33,7 @@ from kvfold.errors import PlanError
 from kvfold.vllm import metrics, translate
 from kvfold.vllm.agreement import agree, all_records
 from kvfold.vllm.events import Events, event_groups
+from kvfold.vllm.evictions import Evictions, listening_link
 from kvfold.vllm.link import StoreLink
 from kvfold.vllm.messages import Handshake, StepOrders, StepResults
 from kvfold.vllm.requests import Geometry
@@ -172,7 +173,10 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
                     shake.fingerprint,
                     f"{agreed.fingerprint} as on the scheduler's side",
                 )
-        link = self._link = StoreLink(self._settings.store(), peer(config, "scheduler", 0, agreed))
+        evictions = Evictions() if translate.events_enabled(config) else None
+        link = self._link = listening_link(
+            self._settings.store(), peer(config, "scheduler", 0, agreed), evictions
+        )
         link.start()
         if translate.random_hash_seed(config):
             logger.warning(
@@ -199,11 +203,12 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
                 audit_chunks=self._settings.audit_chunks,
                 audit_every=self._settings.audit_every,
                 recorder=recorder,
+                evictions=evictions,
                 events=Events(
                     event_groups(agreed.plan.stored, self._kv_cache_config),
                     geometry.tokens_per_hash,
                     geometry.hash_bytes,
-                    enabled=translate.events_enabled(config),
+                    enabled=evictions is not None,
                     recorder=recorder,
                 ),
             )
@@ -258,6 +263,7 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         """The orders of this step."""
         if self._scheduler is None:
             return StepOrders()
+        _guarded(self._scheduler.withdraw)  # before chunks that were lost are ordered again
         return self._scheduler.build_orders(scheduler_output)  # guards each request by itself
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -319,8 +325,11 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What the store has now and had not before, for the engine's KV events."""
-        return () if self._scheduler is None else self._scheduler.events.take()
+        """What the store has now and had not before, or has no more, for the engine's KV events."""
+        if self._scheduler is None:
+            return ()
+        events: list[KVCacheEvent] = _guarded(self._scheduler.take_events, default=[])
+        return events
 
     # -- metrics --------------------------------------------------------------------------------
 

@@ -143,6 +143,9 @@ class Events:
             OrderedDict() for _ in groups
         ]
         self._forgotten = False
+        # Keys lost while jobs ran -> the last job ordered by then: it or one before it may have
+        # stored a key, or found it, just before it was lost.
+        self._gone: OrderedDict[bytes, int] = OrderedDict()
 
     # -- stores --------------------------------------------------------------------------------
 
@@ -160,6 +163,7 @@ class Events:
         while len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
             self._recorder.add(metrics.EVENTS_DROPPED)
+        self._forget_gone()
 
     def _run(self, facts: EventGroup, request: Request, first_end: int, chunks: int) -> _Run:
         per_hash, block = self._tokens_per_hash, facts.tokens_per_block
@@ -213,6 +217,9 @@ class Events:
             keys = _split(ended.keys[at * KEY_BYTES : (at + run.chunks) * KEY_BYTES])
             known = np.fromiter(map(announced.__contains__, keys), np.bool_, run.chunks)
             flags = ended.stored[at : at + run.chunks] & ~known
+            if self._gone:
+                lost = (self._gone.get(key, -1) >= job for key in keys)
+                flags &= ~np.fromiter(lost, np.bool_, run.chunks)
             at += run.chunks
             edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).tolist()
             for first, last in zip(edges[::2], edges[1::2], strict=True):
@@ -222,22 +229,38 @@ class Events:
         while len(announced) > MAX_ANNOUNCED:
             announced.popitem(last=False)
             self._forgotten = True
+        self._forget_gone()
 
     # -- removals ------------------------------------------------------------------------------
 
     def removed(self, group: int, namespace: bytes, keys: bytes) -> None:
         """The store has lost chunks of this group and namespace, in every tier.
 
-        Chunks that were not announced (another engine's) are passed over. Of those announced so
-        long ago that they were forgotten only the last block is named, which ends the prefix.
+        Chunks that were not announced (another engine's) are passed over, and will not be by jobs
+        that run now. Of those announced so long ago that they were forgotten only the last block
+        is named, which ends the prefix.
         """
         if not self.enabled or not self._groups[group].told:
             return
         announced, gone = self._announced[group], list[bytes]()
         ends = _split(identity.chunk_keys(namespace, keys, KEY_BYTES))  # its own inverse
+        running = next(reversed(self._jobs), None)
         for key, end in zip(_split(keys), ends, strict=True):
+            if running is not None:
+                self._gone[key] = running
+                self._gone.move_to_end(key)
             gone += announced.pop(key, (end[: self._hash_bytes],) if self._forgotten else ())
         self._tell_removed(group, gone)
+        if len(self._gone) > MAX_ANNOUNCED:  # then these jobs announce nothing
+            self._recorder.add(metrics.EVENTS_DROPPED, len(self._jobs))
+            self._jobs.clear()
+            self._gone.clear()
+
+    def _forget_gone(self) -> None:
+        """Forget losses from before the oldest running job."""
+        oldest = next(iter(self._jobs), None)
+        while self._gone and (oldest is None or next(iter(self._gone.values())) < oldest):
+            self._gone.popitem(last=False)
 
     def _tell_removed(self, group: int, hashes: list[bytes]) -> None:
         if hashes:
@@ -257,6 +280,7 @@ class Events:
         since, which is told before ours, so it is sent only if we do not know all that we told.
         """
         self._jobs.clear()
+        self._gone.clear()
         for group, announced in enumerate(self._announced):
             if not self._forgotten:
                 self._tell_removed(group, [h for blocks in announced.values() for h in blocks])

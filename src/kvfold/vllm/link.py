@@ -40,8 +40,8 @@ class StoreLink:
 
     Connections are numbered; a number is never used again.
     `on_ready(client, ticket, indices, offsets)`, `on_failed(client, ticket, index, reason)` and
-    `on_gone(client)` run on the client's reader thread; `on_client(client)` runs before a new
-    client is used.
+    `on_gone(client)` run on the client's reader thread, as does `on_evicted(namespace, keys)` (see
+    `StoreClient.connect`); `on_client(client)` runs before a new client is used.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class StoreLink:
         on_failed: Callable[[int, int, int, str], None] | None = None,
         on_gone: Callable[[int], None] | None = None,
         on_client: Callable[[StoreClient], None] | None = None,
+        on_evicted: Callable[[bytes, bytes], None] | None = None,
     ) -> None:
         self._settings, self._peer, self._on_client = settings, peer, on_client
         self._on_ready, self._on_failed, self._on_gone = on_ready, on_failed, on_gone
+        self._on_evicted = on_evicted
         self._generation = 0
         self._current: tuple[StoreClient, int] | None = None
         self._closed = threading.Event()
@@ -107,6 +109,7 @@ class StoreLink:
             on_ready=ready,
             on_failed=failed,
             on_gone=lambda: self._lost(number),
+            on_evicted=self._on_evicted,
         )
         with self._lock:
             wanted = not self._closed.is_set()

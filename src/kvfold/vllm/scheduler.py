@@ -23,6 +23,7 @@ from kvfold import identity
 from kvfold.vllm import boundary, metrics, translate
 from kvfold.vllm.adapters import Adapters
 from kvfold.vllm.events import Events
+from kvfold.vllm.evictions import Evictions
 from kvfold.vllm.holds import Holds
 from kvfold.vllm.io_thread import IoThread
 from kvfold.vllm.loading import disk_tokens, load_parts
@@ -32,6 +33,7 @@ from kvfold.vllm.storing import Storing, masked
 from kvfold.vllm.why import Told
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -80,6 +82,7 @@ class SchedulerSide:
         io: IoThread | None = None,
         recorder: metrics.Recorder | None = None,
         events: Events | None = None,
+        evictions: Evictions | None = None,
     ) -> None:
         self.geometry, self._digests, self._current = geometry, tuple(digests), current
         self._engine, self._lookup_wait_s, self._clock = engine, lookup_wait_s, clock
@@ -97,6 +100,7 @@ class SchedulerSide:
             events=events,
         )
         self.events = self.storing.events
+        self._evictions = evictions
         self._requests: dict[str, RequestState] = {}
         self.waiting_loads = 0
         self._adapters = Adapters()
@@ -387,6 +391,22 @@ class SchedulerSide:
                 known = max(state.next[group.number], load.end // self.geometry.period)
                 state.next[group.number] = known
         self._tell(state, "loaded", state.local)
+
+    def withdraw(self) -> None:
+        """Take back the events of what the store has lost."""
+        if self._evictions is None or not self._evictions.pending:
+            return
+        everything, lost = self._evictions.take()
+        if everything:
+            self.events.cleared()
+        for namespace, keys in lost.items():
+            if namespace in self.namespaces:  # else of an epoch that a reset has ended
+                self.events.removed(self.namespaces.index(namespace), namespace, bytes(keys))
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call."""
+        self.withdraw()
+        return self.events.take()
 
     # -- the end -------------------------------------------------------------------------------
 
