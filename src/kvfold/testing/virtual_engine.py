@@ -198,6 +198,8 @@ class VirtualEngine:
         Only if it succeeds the weights change: nothing computed before may be read again.
         """
         done: bool = self.scheduler.reset_prefix_cache(running, connector)
+        if connector:
+            self._waits.clear()  # what is waited for now is another answer
         if done and connector:
             self.version += 1
             for run in self.runs.values():
@@ -293,6 +295,18 @@ class VirtualEngine:
         ]
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
 
+    def pass_time(self, seconds: float) -> None:
+        """The engine does not step for so long. Answers that are old then may be asked for again,
+        and waited for again."""
+        self.now_s += seconds
+        self._waits.clear()
+
+    def close(self) -> None:
+        """Kill the engine; the store gives up what it held for it."""
+        self.store.tickets.clear()
+        self.store.jobs.clear()
+        self.store.early.clear()
+
     def _watch(self) -> None:
         """Requests must not wait for lookups past their deadline."""
         for name, waits in self.connector.asked.items():
@@ -313,8 +327,7 @@ class VirtualEngine:
     def _forget(self) -> None:
         gone = self.runs.keys() - self.scheduler.requests.keys()
         for name in gone:
-            run = self.runs.pop(name)
-            run.finish()
+            del self.runs[name]
             self._waits.pop(name, None)
 
     # -- what workers check ----------------------------------------------------------------------
@@ -389,6 +402,10 @@ class VirtualEngine:
         assert not held, f"blocks {held} are still held"
         assert free == self.pool.num_gpu_blocks - 1, f"{free} blocks are free"
         assert not self.scheduler.requests
+        if self.side is not None:
+            left = (self.side.waiting_loads, self.side.holds.jobs, self.side.holds.blocks)
+            assert left == (0, 0, 0), f"loads, jobs and held blocks are left: {left}"
+            assert not self.side._requests, f"requests are still known: {self.side._requests}"
         assert not self.connector.has_pending_push_work()
         assert not self.store.tickets, f"tickets are still open: {self.store.tickets}"
         assert not self.store.jobs, f"jobs are still open: {self.store.jobs}"

@@ -33,11 +33,8 @@ class Run:
         self.tables: list[list[int]] = [[] for _ in range(groups)]
         self.state_index: int | None = None
         self.promised = 0
-        self._tokens: list[int] | None = None
-
-    def tokens(self) -> Sequence[int]:
-        """All tokens known of the request."""
-        return self.request.all_token_ids if self._tokens is None else self._tokens
+        self.everything: list[int] = request._all_token_ids
+        """All tokens of the request, growing."""
 
     def retell(self, version: int) -> None:
         """The weights changed: what is computed from now on is something else."""
@@ -47,21 +44,17 @@ class Run:
         """The truth under these weights, for all known tokens."""
         if self.tale.version != version:
             self.retell(version)
-        self.tale.extend(self.tokens())
+        self.tale.extend(self.everything)
         return self.tale
 
     def prophecy(self, count: int) -> list[int]:
         """The next tokens that the model will say."""
-        self.tale.extend(self.tokens())
+        self.tale.extend(self.everything)
         tags, said = list(self.tale.tags), []
         for _ in range(count):
             said.append(next_token(tags[-1]))
             tags += self.tale.after(len(self.tale.tags), said)[-1:]
         return said
-
-    def finish(self) -> None:
-        """The request is gone: keep its tokens only."""
-        self._tokens = list(self.request.all_token_ids)
 
 
 class Execution:
@@ -84,7 +77,7 @@ class Execution:
         for name, count in output.num_scheduled_tokens.items():
             run, first = runs[name], computed[name]
             guesses = output.scheduled_spec_decode_tokens.get(name, [])
-            run.tale.extend(run.tokens())
+            run.tale.extend(run.everything)
             steps.append((run, first, count, guesses))
         for run, first, count, _ in steps:
             self._move_states(run, first, count)
