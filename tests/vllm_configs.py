@@ -50,8 +50,13 @@ def group(spec, *layers, **changes):
 
 
 def kv_config(*groups, **changes):
-    fields = {"kv_cache_layout": "LBHNC", "hash_block_size": BLOCK}
-    return KVCacheConfig(BLOCKS, [], list(groups), **fields | changes)
+    fields = {
+        "kv_cache_layout": "LBHNC", "hash_block_size": BLOCK, "cache_hit_alignment_tokens": BLOCK,
+    }  # fmt: skip
+    config = KVCacheConfig(BLOCKS, [], list(groups))
+    for name, value in (fields | changes).items():  # as the engine does; 0.31 lacks some
+        setattr(config, name, value)
+    return config
 
 
 class HfConfig:

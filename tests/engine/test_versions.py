@@ -57,6 +57,10 @@ def newest_on_index() -> str:
     return f"{best['name']}=={best['version']}"
 
 
+def test_what_is_supported_is_tested():
+    assert sorted(translate.SUPPORTED) == sorted(map(pinned, LOCKS))
+
+
 def test_each_older_engine_has_a_lock_of_its_name():
     engines = {lock.name: pinned(lock) for lock in LOCKS}
     latest = engines.pop("engine.txt")
@@ -65,7 +69,7 @@ def test_each_older_engine_has_a_lock_of_its_name():
 
 
 @pytest.mark.parametrize(
-    "version", ["0.9.2", "0.30.0", "0.999.0", "0.999.1.dev7+g1234567", "2.32.0"]
+    "version", ["0.9.2", "0.30.0", "0.999.0", "0.999.1.dev7+g1234567", "2.32.0", "dev"]
 )
 def test_another_version_is_refused_by_name(version, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)

@@ -164,7 +164,6 @@ def test_workers_of_a_stage_that_differ_are_told_the_first_field(path, value, mi
     assert text == f"worker 1 {path}={value!r}: expected {mine!r} as on worker 0"
 
 
-@pytest.mark.xfail(strict=True, reason="a layer's name is no path: both values read as absent")
 def test_workers_whose_pages_differ_are_told_both():
     records = [record(rank, hybrid(), pcp=2) for rank in (0, 1)]
     strides = {**records[1]["strides"], "layers.0": [8, 4, 2]}

@@ -79,7 +79,7 @@ def window(**changes):
         (ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=48), "chunked_local", 48),
         (state("MAMBA1"), "mamba1", None),
         (state("MAMBA2"), "mamba2", None),
-        (state("SHORT_CONV", "all"), "short_conv", None),
+        (state("SHORT_CONV"), "short_conv", None),
         (state("LINEAR"), "mamba2", None),
         (state("GDN_ATTN"), "gdn", None),
     ],

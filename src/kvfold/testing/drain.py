@@ -19,7 +19,7 @@ def drain(llm: Any, timeout_s: float = 30.0) -> None:
     """
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     connector = None if core is None else core.scheduler.connector
-    if not hasattr(connector, "drain"):
+    if connector is None or not hasattr(connector, "drain"):
         raise NotDrained("drain works for an engine in this process with the kvfold connector")
     if not connector.drain(timeout_s):
         raise NotDrained(f"store jobs still hold blocks after {timeout_s:g} s")

@@ -7,6 +7,7 @@ plan from them, and the fingerprints are compared before the first request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,12 +107,20 @@ def _common(record: Record) -> Record:
 
 
 def _at(record: Any, path: str) -> Any:
-    """The value at a path such as `groups[0].layers[0].dtype`, or "absent"."""
-    for part in path.replace("[", ".").replace("]", "").split("."):
-        try:
-            record = record[int(part)] if isinstance(record, list) else record[part]
-        except (KeyError, IndexError, ValueError, TypeError):
+    """The value at a path such as `groups[0].layers[0].dtype`, or "absent". Keys may hold dots."""
+    while path:
+        if isinstance(record, list):
+            number, _, path = path[1:].partition("]")
+            record = record[int(number)] if int(number) < len(record) else "absent"
+        elif isinstance(record, dict):
+            keys = [key for key in record if re.match(rf"{re.escape(key)}(?=$|[.\[])", path)]
+            if not keys:
+                return "absent"
+            key = max(keys, key=len)
+            record, path = record[key], path[len(key) :]
+        else:
             return "absent"
+        path = path.removeprefix(".")
     return record
 
 

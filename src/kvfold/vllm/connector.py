@@ -27,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvfold.errors import PlanError
 from kvfold.vllm import metrics, translate
@@ -251,13 +250,12 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    ) -> dict[Any, int]:
         """The accepted tokens by the tier that has them."""
         if self._scheduler is None or num_external_tokens == 0:
             return {}
         host, disk = self._scheduler.hit_tiers(request.request_id)
-        counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
-        return {source: count for source, count in counts.items() if count}
+        return translate.hit_sources(host, disk)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The orders of this step."""

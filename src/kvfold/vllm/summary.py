@@ -32,7 +32,8 @@ def _lines(agreed: Agreed, geometry: Geometry, settings: ConnectorSettings) -> I
         if shape.need == "state":
             what = "1 state"
         else:
-            per_token += stored / geometry.period
+            every = geometry.period if shape.need == "all" else geometry.window_interval
+            per_token += stored / every
         count = len(group.layers)
         yield f"  {shape.label}: {count} layers, {what} in {format_bytes(stored)}{folds}"
     for tier, size in (("host", settings.host), ("disk", settings.disk)):

@@ -32,14 +32,20 @@ from kvfold.vllm.translate_layers import (
     participates,
     stored_layers,
 )
+from kvfold.vllm.translate_versions import (
+    SUPPORTED,
+    alignment_tokens,
+    check_version,
+    hash_tokens,
+    hit_sources,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["Agreed", "agree", "pages"]
+__all__ = ["SUPPORTED", "Agreed", "agree", "hit_sources", "pages"]
 
-SUPPORTED = ((0, 32),)
 VOLATILE_CONFIG_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Fields of a model's config that do not shape its KV cache, or that the identity has elsewhere."""
 
@@ -49,10 +55,7 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
 
     Raises `PlanError`; runs in every process before anything is stored.
     """
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if version not in SUPPORTED:
-        known = " or ".join(".".join(map(str, known)) for known in SUPPORTED)
-        raise PlanError("vllm version", vllm.__version__, known)
+    check_version()
     parallel = config.parallel_config
     if parallel.nnodes != 1:
         raise PlanError("nnodes", parallel.nnodes, "1: all ranks share one machine's store")
@@ -127,7 +130,6 @@ def stage_record(
     """
     names = [name for name, _ in stored_layers(kv_cache_config)]
     layout = mesh(config)
-    hash_tokens = kv_cache_config.hash_block_size
     return {
         "rank": rank,
         "groups": [
@@ -146,8 +148,8 @@ def stage_record(
             "dcp_interleave": layout.dcp_interleave,
         },
         "blocks_per_chunk": blocks_per_chunk,
-        "tokens_per_hash": hash_tokens,
-        "alignment_tokens": kv_cache_config.cache_hit_alignment_tokens or hash_tokens,
+        "tokens_per_hash": hash_tokens(config, kv_cache_config),
+        "alignment_tokens": alignment_tokens(config, kv_cache_config),
         "num_blocks": kv_cache_config.num_blocks,
         "layout": kv_cache_config.kv_cache_layout,
         "model": _model_fields(config),

@@ -49,8 +49,7 @@ STATES: Mapping[str, Kind] = {
     "MAMBA2": "mamba2",
     "SHORT_CONV": "short_conv",
     "LINEAR": "mamba2",
-    "GDN_ATTN": "gdn",
-    "KDA_ATTN": "kda",
+    "GDN_ATTN": "gdn",  # KDA layers, too
 }
 
 
@@ -79,11 +78,12 @@ def kind(name: str, spec: KVCacheSpec) -> Kind:
     if type(spec) is ChunkedLocalAttentionSpec:
         return CHUNKED_LOCAL
     if type(spec) is MambaSpec and spec.mamba_type.name in STATES:
-        if spec.mamba_cache_mode == "none":
+        if spec.mamba_cache_mode != "align":
             raise PlanError(
                 f"layer {name!r} mamba_cache_mode",
-                "none",
-                "align: states can only be found again with enable_prefix_caching",
+                spec.mamba_cache_mode,
+                "align, with enable_prefix_caching: otherwise no state is kept that can be found "
+                "again",
             )
         return STATES[spec.mamba_type.name]
     raise PlanError(
