@@ -149,10 +149,14 @@ def test_losses_without_a_running_job_are_not_remembered():
     assert len(told(events, request, [16], job=5)) == 1
     order(events, request, [32], job=6)
     remove(events, request, [48])
+    events.ended(6, b"\1")
+    assert not events._gone, "the last job has ended"
+    order(events, request, [64], job=7)
+    remove(events, request, [48])
     events.cleared()
     assert not events._gone
     events.take()
-    assert len(told(events, request, [48], job=6)) == 1
+    assert len(told(events, request, [48], job=7)) == 1
 
 
 def test_more_losses_than_are_remembered_silence_the_jobs_that_run(monkeypatch):
