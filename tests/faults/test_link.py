@@ -24,7 +24,9 @@ def test_a_killed_store_s_memory_is_unmapped_whoever_still_knows_its_client(tmp_
     """Its clients are in reference cycles and in the locals of threads that wait."""
     known: list[StoreClient] = []
     peer = Peer("worker", "engine", 0, 1, "plan", [GROUP])
-    link = StoreLink(settings(tmp_path, disk_path=None), peer, on_client=known.append)
+    link = StoreLink(
+        settings(tmp_path, disk_path=None), peer, on_client=lambda client, _: known.append(client)
+    )
     gc.collect()
     others = arenas()
     gc.disable()

@@ -116,8 +116,8 @@ def test_only_engines_with_events_ask_for_evictions(monkeypatch):
     (_, without), (given, listens) = made
     assert without == {}
     assert given == (None, "peer")
-    for event in ("on_client", "on_gone"):
-        listens[event](1)
+    for event, given in (("on_client", (None, 1)), ("on_gone", (1,))):
+        listens[event](*given)
         assert evictions.take() == (True, {})
     listens["on_evicted"](ONE, b"a" * 32)
     assert evictions.take() == (False, {ONE: b"a" * 32})

@@ -231,7 +231,7 @@ class Link:
     def __init__(self, settings, peer, **callbacks):
         self.peer, self.callbacks, self.closed = peer, callbacks, False
         self.current = (Client(), 1)
-        callbacks["on_client"](self.current[0])
+        callbacks["on_client"](*self.current)
 
     def start(self):
         pass

@@ -258,8 +258,11 @@ class Events:
 
     def _forget_gone(self) -> None:
         """Forget losses from before the oldest running job."""
-        oldest = next(iter(self._jobs), None)
-        while self._gone and (oldest is None or next(iter(self._gone.values())) < oldest):
+        if not self._jobs:
+            self._gone.clear()
+            return
+        oldest = next(iter(self._jobs))
+        while self._gone and next(iter(self._gone.values())) < oldest:
             self._gone.popitem(last=False)
 
     def _tell_removed(self, group: int, hashes: list[bytes]) -> None:

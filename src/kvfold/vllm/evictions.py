@@ -63,6 +63,6 @@ def listening_link(settings: StoreSettings, peer: Peer, evictions: Evictions | N
         settings,
         peer,
         on_gone=lambda _: evictions.lose_all(),
-        on_client=lambda _: evictions.lose_all(),
+        on_client=lambda *_: evictions.lose_all(),
         on_evicted=evictions.add,
     )

@@ -41,7 +41,7 @@ class StoreLink:
     Connections are numbered; a number is never used again.
     `on_ready(client, ticket, indices, offsets)`, `on_failed(client, ticket, index, reason)` and
     `on_gone(client)` run on the client's reader thread, as does `on_evicted(namespace, keys)` (see
-    `StoreClient.connect`); `on_client(client)` runs before a new client is used.
+    `StoreClient.connect`); `on_client(client, connection)` runs before a new client is used.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StoreLink:
         on_ready: Callable[[int, int, NDArray[np.uint32], NDArray[np.uint64]], None] | None = None,
         on_failed: Callable[[int, int, int, str], None] | None = None,
         on_gone: Callable[[int], None] | None = None,
-        on_client: Callable[[StoreClient], None] | None = None,
+        on_client: Callable[[StoreClient, int], None] | None = None,
         on_evicted: Callable[[bytes, bytes], None] | None = None,
     ) -> None:
         self._settings, self._peer, self._on_client = settings, peer, on_client
@@ -111,6 +111,8 @@ class StoreLink:
             on_gone=lambda: self._lost(number),
             on_evicted=self._on_evicted,
         )
+        if self._on_client is not None:
+            self._on_client(client, number)
         with self._lock:
             wanted = not self._closed.is_set()
             if wanted:
@@ -118,8 +120,6 @@ class StoreLink:
         if not wanted:
             client.close()
             return
-        if self._on_client is not None:
-            self._on_client(client)
         if not client.alive:  # it died before anybody was told that it is the present one
             self._lost(number)
 

@@ -226,32 +226,32 @@ class WorkerSide:
             on_ready=self._loads.ready,
             on_failed=self._loads.lost,
             on_gone=self._loads.gone,
-            on_client=self._loads.connected,
+            on_client=self._connected,
         )
         self._link.start()
-        self._client()
         if self.rank == 0:
             for warning in agreed.plan.warnings:
                 logger.warning("kvfold: %s", warning)
 
-    def _client(self) -> tuple[StoreClient | None, int]:
-        """The live client with its runs compiled, or (None, 0): then orders end as misses."""
-        current = None if self._link is None else self._link.current
-        if current is None:
-            return None, 0
-        client, connection = current
+    def _connected(self, client: StoreClient, connection: int) -> None:
+        """Compile the runs for a new store's memory, on the link's thread: no step waits for it."""
+        assert self._copies is not None
+        assert self._loads is not None
         try:
-            if connection != self._attached:
-                assert self._copies is not None
-                arena = client.arena
-                if arena is None:  # gone, just now
-                    return None, 0
+            arena = client.arena
+            if arena is not None:  # otherwise it is gone already
                 self._copies.attach(connection, arena)
                 self._attached = connection
         except Exception:
             logger.exception("kvfold: the store's memory cannot be used")
+        self._loads.connected(client)
+
+    def _client(self) -> tuple[StoreClient | None, int]:
+        """The live client, or (None, 0): then orders end as misses."""
+        current = None if self._link is None else self._link.current
+        if current is None or current[1] != self._attached:
             return None, 0
-        return client, connection
+        return current
 
     def start_loads(self, orders: StepOrders) -> None:
         """Begin this step's loads; never waits."""
