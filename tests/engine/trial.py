@@ -19,7 +19,7 @@ from typing import Any
 from kvfold.errors import StoreGone
 from kvfold.store.client import StoreClient
 from kvfold.testing import drain
-from kvfold.testing.engines import generate
+from kvfold.testing.engines import Engine, counters, generate
 from kvfold.vllm.requests import Geometry
 from kvfold.vllm.settings import ConnectorSettings
 
@@ -142,10 +142,11 @@ class Ledger:
 
 
 def counts(groups: list[int], length: int) -> list[int]:
+    """How often each number below `length` is in `groups`."""
     return [groups.count(group) for group in range(length)]
 
 
-# ---------------------------------------------------------------- asking an engine in this process
+# ---------------------------------------------------------------- asking
 
 
 @dataclass(frozen=True)
@@ -166,35 +167,45 @@ class Answer:
 
 
 class Asker:
-    """Asks engines in this process; each time the engine's own cache is emptied first."""
+    """Asks engines, each time after their own caches are emptied."""
 
     def __init__(self, settings: Settings) -> None:
-        self.ledger = Ledger(settings)
+        self.settings, self.ledger = settings, Ledger(settings)
+        self._last: dict[int, Mapping[str, int]] = {}
+        """Of engine processes, by id: their counters after the last answer."""
 
-    def ask(self, llm: Any, ids: list[int], tokens: int = 8) -> Answer:
-        drain(llm)
-        assert llm.reset_prefix_cache()
-        before = _sources(llm)
-        output = generate(llm, [ids], max_tokens=tokens, logprobs=BEST)["outputs"][0]
-        drain(llm)
-        after = _sources(llm)
+    def ask(self, engine: Any, ids: list[int], tokens: int = 8) -> Answer:
+        """Ask an engine in this process (`vllm.LLM`) or another (`Engine`)."""
+        options: dict[str, Any] = {"max_tokens": tokens, "logprobs": BEST}
+        self._reset(engine)
+        if isinstance(engine, Engine):
+            before = self._last.get(engine.pid, {})
+            result = engine.generate([ids], timeout_s=SLOW_S, **options)
+            self._last[engine.pid] = result["counters"]
+        else:
+            before = counters(engine)
+            result = generate(engine, [ids], **options)
+            drain(engine)
+        stored_all(self.settings)
+        (output,) = result["outputs"]
         assert output["finish_reason"] == "length"
-        host, disk = (after[tier] - before[tier] for tier in ("host", "disk"))
+        name = "prompt_tokens_cached_by_source/"
+        host, disk = (
+            result["counters"][name + tier] - before.get(name + tier, 0)
+            for tier in ("host", "disk")
+        )
         assert output["cached_tokens"] == host + disk, "hits are kvfold's alone"
-        return Answer(output["tokens"], ranked(output), host + disk, disk, self.ledger.loads())
+        logprobs = [dict(place) for place in output["logprobs"]]
+        return Answer(output["tokens"], logprobs, host + disk, disk, self.ledger.loads())
 
-
-def ranked(output: Mapping[str, Any]) -> list[dict[int, float]]:
-    """The best tokens' logprobs at each place of an output."""
-    return [dict(place) for place in output["logprobs"]]
-
-
-def _sources(llm: Any) -> dict[str, int]:
-    totals = {"host": 0, "disk": 0}
-    for metric in llm.get_metrics():
-        if metric.name == "vllm:kvfold_hit_tokens":
-            totals[metric.labels["tier"]] += metric.value
-    return totals
+    def _reset(self, engine: Any) -> None:
+        """Empty the engine's own cache; that needs all blocks back that were being stored."""
+        if isinstance(engine, Engine):
+            reset = {"op": "reset_prefix_cache"}
+            eventually(lambda: engine.do(reset, SLOW_S)["ok"], "blocks are held for ever")
+        else:
+            drain(engine)
+            assert engine.reset_prefix_cache()
 
 
 def gap(ours: list[dict[int, float]], theirs: list[dict[int, float]]) -> float:

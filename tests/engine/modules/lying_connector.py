@@ -1,8 +1,8 @@
 """A connector that believes every layer to have one KV head: the lie that an audit must catch."""
 
-from kvfold.vllm import KvfoldConnector, translate
+from kvfold.vllm import KvfoldConnector, translate_layers
 
-translate.total_heads = lambda config, layer: 1
+translate_layers.total_heads = lambda config, layer, draft: 1
 
 
 class LyingConnector(KvfoldConnector):
