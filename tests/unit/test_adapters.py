@@ -96,9 +96,12 @@ def test_an_adapter_that_vanished_for_a_while_is_known_again(folder):
 
 
 def test_one_id_for_two_adapters_has_no_keys(folder, tmp_path):
+    other = adapter(tmp_path / "b", weights=b"Weights")
+    for path in (folder, other):
+        for name in ("adapter_config.json", "adapter_model.bin"):
+            os.utime(path / name, ns=(1, 1))
     known = Adapters()
     assert mask(folder, number=1, known=known) is not None
-    other = adapter(tmp_path / "b", weights=b"others")
     assert mask(other, number=1, known=known) is None
     assert mask(folder, number=1, known=known) is None, "nobody knows which one the engine has"
     assert mask(other, number=2, known=known) is not None

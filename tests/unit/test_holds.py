@@ -27,6 +27,10 @@ def test_all_workers_must_report_across_steps():
     assert bench.side.holds.jobs == 1
     bench.done(order)
     assert bench.side.holds.jobs == 0
+    request = bench.compute(bench.arrive("b", 32, salt="b"))
+    (order,) = bench.step((request, 32)).stores
+    bench.done(order, workers=2)
+    assert bench.side.holds.jobs == 0
 
 
 def test_running_copies_delay_preemption_only_shortly(bench):

@@ -252,6 +252,33 @@ def test_a_window_or_state_that_is_lost_moves_the_boundary(mixed, part, left):
     assert mixed.outcomes[-1] == "partly"
 
 
+def test_only_what_was_lost_is_stored_again(mixed):
+    request = mixed.arrive("a", 300, know=4)
+    assert mixed.offer(request) == 256
+    mixed.failed(request, mixed.load_of(request, 256), part=WINDOW)
+    assert mixed.offer(request) == 192
+    mixed.load_of(request, 192)
+    mixed.loaded(request, 192)
+    mixed.free("a")
+    (order,) = mixed.step((mixed.compute(request), 108)).stores
+    assert (order.group, order.keys) == (WINDOW, mixed.key(request, 3, WINDOW))
+
+
+def test_what_a_resumed_request_lost_is_stored_when_it_is_computed_again(bench):
+    request = bench.compute(bench.arrive("a", 80))
+    assert len(bench.step((request, 80)).stores[0].blocks) == 5
+    bench.free("a")
+    request.num_computed_tokens, bench.now = 0, bench.now + 1
+    bench.know(request, range(4))
+    assert bench.offer(request) == 4 * SPAN
+    bench.failed(request, bench.load_of(request, 4 * SPAN), index=1)
+    assert bench.offer(request) == SPAN
+    bench.failed(request, bench.load_of(request, SPAN), index=0)
+    bench.compute(request)
+    (order,) = bench.step((request, 32)).stores
+    assert order.keys == bench.keys(request, range(2))
+
+
 def test_a_load_without_parts_that_fails_leaves_nothing_to_offer(bench):
     request = bench.arrive("a", 80, know=4)
     assert bench.offer(request) == 4 * SPAN
@@ -281,6 +308,18 @@ def test_workers_may_miss_different_groups(mixed):
     mixed.failed(request, order, part=FULL, index=2)
     assert mixed.offer(request) == 128
     mixed.loaded(request, 0)
+
+
+def test_a_late_report_of_an_earlier_load_is_ignored(bench):
+    request = bench.arrive("a", 80, know=4)
+    bench.offer(request)
+    first = bench.load_of(request, 4 * SPAN)
+    bench.failed(request, first, index=2)
+    assert bench.offer(request) == 2 * SPAN
+    bench.load_of(request, 2 * SPAN)
+    bench.failed(request, first, index=0, ended=False)
+    bench.loaded(request, 2 * SPAN)
+    assert bench.outcomes == ["partly"]
 
 
 def test_a_failure_of_another_load_or_a_forgotten_request_is_ignored(bench):

@@ -44,6 +44,15 @@ def test_the_leading_chunks_are_offered_and_one_token_stays(bench):
     assert bench.offer(full, local=3 * SPAN) == 0
 
 
+def test_a_local_hit_may_bridge_a_gap(bench):
+    request = bench.request("a", 80)
+    bench.know(request, range(1, 4))
+    bench.side.on_new_request(request)
+    assert bench.offer(request) == 0
+    assert bench.offer(request, local=SPAN) == 3 * SPAN
+    assert bench.offer(request) == 0
+
+
 def test_a_late_lookup_asks_again_then_gives_up(bench):
     bench.io.inline = False
     request = bench.arrive("a", 64, know=4)
@@ -152,6 +161,9 @@ def test_a_prefix_that_others_share_is_named_to_the_engine(mixed):
     mixed.side.on_new_request(request)
     assert mixed.offer(request, local=64) == 0
     assert request.shared_prefix_boundary == 192, "have it keep a state there"
+    nobody = mixed.arrive("c", 300, salt="c")
+    assert mixed.offer(nobody, local=128) == 0
+    assert nobody.shared_prefix_boundary == 0, "what the engine has itself is no news"
     known = mixed.arrive("b", 300, know=4, salt="b")
     assert mixed.offer(known) == 256
     assert known.shared_prefix_boundary == 0

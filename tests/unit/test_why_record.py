@@ -124,6 +124,14 @@ def test_a_load_of_less_is_partly(mixed):
     assert record["reason"] == "not stored"
 
 
+def test_the_last_chunk_of_a_prompt_of_whole_chunks_is_not_missed(mixed):
+    request = mixed.arrive("a", 256, know=3)
+    assert mixed.offer(request) == 192
+    mixed.load_of(request, 192)
+    mixed.loaded(request, 192)
+    assert only(mixed)["outcome"] == "loaded", "a token of it must be computed"
+
+
 def test_what_the_engine_has_itself_is_no_miss_of_the_store(mixed):
     request = mixed.arrive("a", 300)
     assert mixed.offer(request, local=256) == 0
@@ -183,7 +191,15 @@ def test_later_outcomes_of_a_request_are_told_but_counted_once(mixed):
     mixed.load_of(request, 256)
     mixed.loaded(request, 256)
     assert mixed.outcomes == ["missed", "loaded"]
-    assert mixed.counted(metrics.MISSED_REQUESTS) == {"absent": 1}
+    again = mixed.arrive("b", 300, salt="b")
+    assert mixed.offer(again) == 0
+    mixed.io.inline, mixed.now = False, mixed.now + 1
+    assert mixed.offer(again) is None
+    mixed.now += 1
+    assert mixed.offer(again) == 0
+    mixed.io.run()
+    assert mixed.outcomes == ["missed", "loaded", "missed", "late"]
+    assert mixed.counted(metrics.MISSED_REQUESTS) == {"absent": 2}
 
 
 def test_without_a_store_it_is_counted_only(mixed):
