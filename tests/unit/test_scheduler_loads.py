@@ -60,6 +60,13 @@ def test_a_local_hit_inside_a_chunk_skips_its_blocks():
     assert part.keys == bench.keys(request, range(2))
 
 
+@pytest.mark.xfail(strict=True, reason="the rest of such a block would be left as it is")
+def test_a_local_hit_inside_a_block_is_not_served_wrongly(bench):
+    request = bench.arrive("a", 80, know=4)
+    tokens = bench.offer(request, local=SPAN + 4)
+    assert tokens == 0 or bench.load_of(request, tokens, local=SPAN + 4).parts == ()
+
+
 def test_each_group_is_a_part_with_a_ticket_of_its_own(mixed):
     request = mixed.arrive("a", 300, know=4)
     assert mixed.offer(request) == 256
