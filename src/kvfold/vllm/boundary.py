@@ -36,7 +36,6 @@ def longest(geometry: Geometry, tiers: Tiers, local: int, limit: int) -> int:
         else:
             absent = np.maximum.accumulate(np.where(present, -1, chunks))
             good &= absent < needed_from(geometry, group, chunks, first)
-    good &= (chunks + 1) * geometry.period > local
     found = np.flatnonzero(good)
     return int(chunks[found[-1]] + 1) * geometry.period if len(found) else 0
 

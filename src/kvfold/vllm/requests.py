@@ -196,7 +196,8 @@ class RequestState:
 
     __slots__ = (
         "asked_s", "blocked", "failed_load", "failures", "junction", "load", "loaded",
-        "local", "lookup", "mask", "next", "next_tokens", "request", "told",
+        "local", "lookup", "mask", "next", "next_tokens", "request", "retried", "stand_back",
+        "told",
     )  # fmt: skip
 
     def __init__(self, request: Request, geometry: Geometry) -> None:
@@ -209,6 +210,10 @@ class RequestState:
         """Nothing of it may be stored: blocks from before a reset, or an error."""
         self.failures = 0
         self.failed_load: int | None = None
+        self.stand_back = False
+        """Its load has just failed: the engine must take it out of its queue of loads."""
+        self.retried = False
+        """The shorter offer after a failure was made."""
         self.local = 0
         self.load: Load | None = None
         self.loaded = 0

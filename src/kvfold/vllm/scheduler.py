@@ -179,6 +179,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None or not self.enabled or request.skip_reading_prefix_cache:
             return 0
+        if self._stands_back(state):
+            return None
         now, lookup = self._clock(), state.lookup
         if lookup is None or lookup.epoch != self.epoch or self._is_stale(state, lookup, now):
             self._look_up(state)
@@ -200,7 +202,22 @@ class SchedulerSide:
         if state.failures > 1 or lookup.boundary <= local:
             self._tell(state, self._why_nothing(state, local), local)
             return 0
+        state.retried = state.failures > 0
         return lookup.boundary - local
+
+    def _stands_back(self, state: RequestState) -> bool:
+        """Keep a request whose load failed from blocking the engine.
+
+        The engine keeps it in front of all others that were loaded, with its former blocks still
+        reserved. So it is asked again once, which files it among those that wait; and if the
+        shorter offer does not fit beside that reservation it is withdrawn, as it never would.
+        """
+        if state.stand_back:
+            state.stand_back = False
+            return True
+        if state.retried and state.load is None:
+            state.failures += 1
+        return False
 
     def _why_nothing(self, state: RequestState, local: int) -> str:
         if state.failures > 1:
@@ -290,6 +307,7 @@ class SchedulerSide:
         if state.failed_load != load.number:
             state.failed_load = load.number
             state.failures += 1
+            state.stand_back, state.retried = True, False
         lookup = state.lookup
         chunk = 0
         if failure.part < len(load.parts):
@@ -385,7 +403,7 @@ class SchedulerSide:
         self.recorder.observe(metrics.LOAD_WAIT_SECONDS, self._clock() - load.started_s)
         if state.failed_load == load.number:
             return
-        state.loaded = load.end - state.local
+        state.loaded, state.retried = load.end - state.local, False
         for group in self.geometry.groups:
             if not group.optional:
                 known = max(state.next[group.number], load.end // self.geometry.period)
