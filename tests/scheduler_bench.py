@@ -160,6 +160,11 @@ class Bench:
     def offer(self, request, local=0):
         return self.side.offer(request, local)
 
+    def retry(self, request, local=0):
+        """The offer after a failed load: the first ask is put off."""
+        assert self.side.offer(request, local) is None
+        return self.side.offer(request, local)
+
     # -- blocks ---------------------------------------------------------------------------------
 
     def compute(self, request, tokens=None):

@@ -173,10 +173,11 @@ def test_each_outcome_is_told_and_counted_once(mixed, how, outcome, words):
 
 def test_a_request_that_failed_and_then_gave_up_says_so(mixed):
     request = mixed.arrive("a", 300, know=4)
-    for tokens in (256, 192):
-        assert mixed.offer(request) == tokens
-        mixed.failed(request, mixed.load_of(request, tokens), part=STATE)
-    assert mixed.offer(request) == 0
+    assert mixed.offer(request) == 256
+    mixed.failed(request, mixed.load_of(request, 256), part=STATE)
+    assert mixed.retry(request) == 192
+    mixed.failed(request, mixed.load_of(request, 192), part=STATE)
+    assert mixed.retry(request) == 0
     record = only(mixed)
     assert record["outcome"] == "failed"
     assert record["reason"] == "loads of it failed twice"
