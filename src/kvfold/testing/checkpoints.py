@@ -8,8 +8,8 @@ convolutions are wide. Embeddings are never tied: a model that repeats its last 
 Where a model needs experts, every token takes all of them: a choice would turn rounding, which
 depends on how requests are batched, into other answers.
 
-With each model here, zeroing what is cached of any one group of layers (a draft's excepted) changes
-a logprob by more than 0.1 for a prompt of 300 tokens, 44 of them after the cached ones; llama4 needs
+With each model here, zeroing what is cached of any one group of layers (but a draft's) changes a
+logprob by more than 0.1 for a prompt of 300 tokens, 44 of them after the cached ones; llama4 needs
 400, for a hit amid a chunk. A hit gives the cold run's logprobs to within 1e-4.
 
 Every function returns a folder `<root>/<kind>-<digest>`, made once and then reused. The digest
