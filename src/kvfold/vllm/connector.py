@@ -337,10 +337,8 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
             return self._worker.take_stats()
         if self._scheduler is None:
             return None
-        recorder = self._scheduler.recorder
-        recorder.set(metrics.PINNED_BLOCKS, self._scheduler.holds.blocks)
-        recorder.set(metrics.WAITING_LOADS, self._scheduler.waiting_loads)
-        return recorder.take()
+        stats: KVConnectorStats | None = _guarded(self._scheduler.take_stats)
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

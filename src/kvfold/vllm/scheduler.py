@@ -338,13 +338,16 @@ class SchedulerSide:
                     continue
                 computed = state.request.num_computed_tokens + new_tokens
                 if computed >= state.next_tokens:
-                    tables = blocks.get_block_ids(req_id)
-                    self._guarded(state, self.storing.store, state, tables, computed)
+                    tables = partial(blocks.get_block_ids, req_id)
+                    self._guarded(state, self._store, state, tables, computed)
         self._orders.stores = self.storing.take()
         orders, self._orders = self._orders, StepOrders()
         if not scheduler_output.num_scheduled_tokens:
             orders.pause_s = IDLE_PAUSE_S
         return orders
+
+    def _store(self, state: RequestState, tables: Callable[[], Any], computed: int) -> None:
+        self.storing.store(state, tables(), computed)
 
     def _guarded(self, state: RequestState, call: Callable[..., None], *args: Any) -> None:
         """After an error a request stores nothing more, and lives on."""
@@ -425,6 +428,12 @@ class SchedulerSide:
         """KV events since the last call."""
         self.withdraw()
         return self.events.take()
+
+    def take_stats(self) -> metrics.KvfoldStats | None:
+        """What is new in this side's figures."""
+        self.recorder.set(metrics.PINNED_BLOCKS, self.holds.blocks)
+        self.recorder.set(metrics.WAITING_LOADS, self.waiting_loads)
+        return self.recorder.take()
 
     # -- the end -------------------------------------------------------------------------------
 
