@@ -86,8 +86,8 @@ def test_a_window_that_is_not_stored_is_named_with_its_tokens(mixed):
 
 def test_a_load_that_took_all_is_loaded(mixed):
     request = mixed.arrive("a", 300, know=4)
-    assert mixed.offer(request, local=64) == 192
-    mixed.load_of(request, 192, local=64)
+    assert mixed.offer(request, local=128) == 128
+    mixed.load_of(request, 128, local=128)
     assert not mixed.store.told, "told when it has ended"
     mixed.loaded(request, 256)
     record = only(mixed)
@@ -95,7 +95,7 @@ def test_a_load_that_took_all_is_loaded(mixed):
     assert record["reason"] == ""
     assert record["misses"] == []
     counts = [record[f"{name}_tokens"] for name in ("local", "found", "offered", "loaded")]
-    assert counts == [64, 256, 192, 192]
+    assert counts == [128, 256, 128, 128]
     mixed.loaded(request, 256)
     assert len(mixed.store.told) == 1
 
