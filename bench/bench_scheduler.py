@@ -285,7 +285,7 @@ def _us(times: list[float]) -> float:
 
 
 def _figure(
-    name: str, ours: list[float], theirs: list[float], aim: float, more: str
+    name: str, ours: list[float], theirs: list[float], aim: float, more: str = ""
 ) -> dict[str, Any]:
     return {
         "name": name,

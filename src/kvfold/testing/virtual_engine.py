@@ -23,8 +23,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvfold.testing.virtual_execute import Execution, Run
-from kvfold.testing.virtual_pages import STATE, Page, Pages, Strand, WrongBlock
+from kvfold.testing.virtual_execute import Execution, Promises, Run
+from kvfold.testing.virtual_pages import Page, Pages, Strand
 from kvfold.testing.virtual_plan import agreed, strands_of
 from kvfold.testing.virtual_store import Client, VirtualIo, VirtualStore
 from kvfold.testing.virtual_workers import VirtualWorker
@@ -46,7 +46,7 @@ class _Errors(logging.Handler):
 
 
 errors: list[str] = []
-logging.getLogger("vllm.kvfold").addHandler(_Errors(logging.ERROR))
+_listener = _Errors(logging.ERROR)
 
 STEP_S = 0.001
 STILL_STEPS = 100
@@ -81,6 +81,7 @@ class VirtualEngine:
     def __post_init__(self) -> None:
         config = self.config
         _hash_seed()
+        logging.getLogger("vllm.kvfold").addHandler(_listener)  # vLLM's start drops handlers
         self.scheduler = Scheduler(
             vllm_config=config.vllm,
             kv_cache_config=config.scheduler,
@@ -98,7 +99,9 @@ class VirtualEngine:
         self.side: SchedulerSide | None = None
         self.runs: dict[str, Run] = {}
         self.version = 0
-        self._promises: dict[bytes, tuple[Run, int]] = {}
+        self.broken = False
+        """A step has failed: nothing more can be said of this engine."""
+        self.promises = Promises(config.hash_tokens)
         self._waits: dict[str, float] = {}
         self._names = 0
         self._hasher = get_request_block_hasher(config.hash_tokens, sha256)
@@ -173,7 +176,7 @@ class VirtualEngine:
         )
         request.skip_reading_prefix_cache = skip_reading
         run = self.runs[name] = Run(request, salt or "", self.version, len(self.groups))
-        self._promise(run)
+        self.promises.note(run)
         self.scheduler.add_request(request)
         return name
 
@@ -220,6 +223,12 @@ class VirtualEngine:
         `random` decides how far tasks and copies get; None: to their end. `pace` is how likely it
         is that they move at all.
         """
+        self.broken = True  # until this step went well
+        moved = self._step(random, pace)
+        self.broken = False
+        return moved
+
+    def _step(self, random: Random | None, pace: float) -> bool:
         self.now_s += STEP_S
         moves = random is None or random.random() < pace
         if moves:
@@ -239,7 +248,7 @@ class VirtualEngine:
         self._advance(random, moves)
         self.scheduler.update_from_output(output, self._outputs(output, sampled, random))
         for name in output.num_scheduled_tokens:
-            self._promise(self.runs[name])
+            self.promises.note(self.runs[name])
         self._draft(sampled, random)
         self._forget()
         if errors:
@@ -317,13 +326,6 @@ class VirtualEngine:
             if self.now_s - since_s > self.deadlines.lookup_wait_s + SLACK_S:
                 raise StuckRequest(f"{name} waits for its lookup for {self.now_s - since_s:.4f} s")
 
-    def _promise(self, run: Run) -> None:
-        """Note which prefix each of the request's new block hashes stands for."""
-        hashes, span = run.request.block_hashes, self.config.hash_tokens
-        while run.promised < len(hashes):
-            run.promised += 1
-            self._promises[hashes[run.promised - 1]] = (run, run.promised * span)
-
     def _forget(self) -> None:
         gone = self.runs.keys() - self.scheduler.requests.keys()
         for name in gone:
@@ -345,26 +347,7 @@ class VirtualEngine:
     def _check_chunk(
         self, strand: Strand, namespace: bytes, key: bytes, pages: Sequence[Page | None]
     ) -> None:
-        """A chunk must hold the prefix that its key stands for."""
-        mask = int.from_bytes(namespace, "little")
-        block_hash = (int.from_bytes(key, "little") ^ mask).to_bytes(32, "little")
-        promise = self._promises.get(block_hash)
-        if promise is None:
-            raise WrongBlock(f"{strand}: a key was ordered that no request has")
-        run, end = promise
-        tale = run.tale_of(self.version)
-        if strand.kind == STATE:
-            expected = [tale.state(strand, end)]
-        else:
-            span = strand.block_tokens
-            values = tale.values(strand)
-            first = end - len(pages) * span
-            expected = [values[at : at + span] for at in range(first, end, span)]
-        if list(pages) != expected:
-            raise WrongBlock(
-                f"{strand}: the chunk of {run.request.request_id} that ends at {end} would be "
-                f"stored with wrong content {pages}"
-            )
+        self.promises.check(strand, namespace, key, pages, self.version)
 
     # -- the store -------------------------------------------------------------------------------
 

@@ -200,3 +200,47 @@ class Execution:
                 break
             said.append(next_token(tag))
         return said
+
+
+class Promises:
+    """Which prefix each block hash stands for: what a chunk with its key must hold."""
+
+    def __init__(self, hash_tokens: int) -> None:
+        self._hash_tokens = hash_tokens
+        self._ends: dict[bytes, tuple[Run, int]] = {}
+
+    def note(self, run: Run) -> None:
+        """Learn the request's new block hashes."""
+        hashes = run.request.block_hashes
+        while run.promised < len(hashes):
+            run.promised += 1
+            self._ends[hashes[run.promised - 1]] = (run, run.promised * self._hash_tokens)
+
+    def check(
+        self,
+        strand: Strand,
+        namespace: bytes,
+        key: bytes,
+        pages: Sequence[Page | None],
+        version: int,
+    ) -> None:
+        """Raise `WrongBlock` unless `pages` hold what the key promises under these weights."""
+        mask = int.from_bytes(namespace, "little")
+        block_hash = (int.from_bytes(key, "little") ^ mask).to_bytes(len(key), "little")
+        promise = self._ends.get(block_hash)
+        if promise is None:
+            raise WrongBlock(f"{strand}: a key was ordered that no request has")
+        run, end = promise
+        tale = run.tale_of(version)
+        if strand.kind == STATE:
+            expected = [tale.state(strand, end)]
+        else:
+            span = strand.block_tokens
+            values = tale.values(strand)
+            first = end - len(pages) * span
+            expected = [values[at : at + span] for at in range(first, end, span)]
+        if list(pages) != expected:
+            raise WrongBlock(
+                f"{strand}: the chunk of {run.request.request_id} that ends at {end} would be "
+                f"stored with wrong content {pages}"
+            )
