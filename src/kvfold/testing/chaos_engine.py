@@ -64,8 +64,9 @@ class Stepper:
         stop: Sequence[int] = (),
         salt: str | None = None,
         prompt_logprobs: int | None = None,
+        adapter: Any = None,
     ) -> Request:
-        """Add a request; greedy. It does nothing before the next `step`."""
+        """Add a request; greedy. `adapter` is a `LoRARequest`. Nothing happens before `step`."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -84,7 +85,7 @@ class Stepper:
         if salt is not None:
             asked["cache_salt"] = salt
         self.running[request.id] = request
-        self._engine.add_request(request.id, asked, sampling)
+        self._engine.add_request(request.id, asked, sampling, lora_request=adapter)
         return request
 
     def step(self) -> list[Request]:
