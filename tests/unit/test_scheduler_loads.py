@@ -66,7 +66,6 @@ def test_a_local_hit_inside_a_block_is_not_served_wrongly(bench):
     assert tokens == 0 or bench.load_of(request, tokens, local=SPAN + 4).parts == ()
 
 
-@pytest.mark.xfail(strict=True, reason="nothing is to be filled behind the block that holds both")
 def test_a_local_hit_inside_a_state_s_block_is_not_served_without_the_state(mixed):
     request = mixed.arrive("a", 300, know=4)
     assert mixed.offer(request, local=192) == 64

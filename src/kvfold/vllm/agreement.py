@@ -44,7 +44,8 @@ def agree(records: Sequence[Record]) -> Agreed:
     """Build what the records of all ranks say, in any order.
 
     Raises `PlanError` naming the rank and the first field in which it differs from another of its
-    stage, or the first part of a group in which a stage differs from stage 0.
+    stage, or the first part of a group in which a stage differs from stage 0; `ConfigError` for a
+    layer on two stages.
     """
     ordered = sorted(records, key=lambda record: record["rank"])
     first = ordered[0]

@@ -53,7 +53,7 @@ def rows(
     none at all. Chunks without any block to fill are left out. Raises ValueError as above.
     """
     period, span, width = geometry.period, group.tokens_per_block, group.blocks_per_chunk
-    if local % span and group.need != "state":
+    if local % span:
         raise ValueError(f"the engine's own hit of {local} tokens ends inside a block")
     first, stop = -(-local // span), -(-end // span)
     ids = np.fromiter((block.block_id for block in table[first:stop]), np.int32, stop - first)
