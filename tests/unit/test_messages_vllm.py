@@ -26,13 +26,18 @@ def failure(load, part=0, index=0):
 
 def test_results_of_all_workers_add_up():
     one = StepResults(
-        {1: 1, 2: 1}, {"a": [failure(1)]}, [(1, 2), (0, 5)], {1: bytes([1, 1, 0]), 3: b"\1"}
+        {1: 1, 2: 1},
+        {"a": [failure(1)]},
+        [(1, 2), (0, 5)],
+        {1: bytes([1, 1, 0]), 3: b"\1"},
+        ["a"],
     )
     two = StepResults(
         {2: 1, 4: 2},
         {"a": [failure(1, 2, 3)], "b": [failure(9)]},
         [(0, 5), (0, 1)],
         {1: bytes([0, 1, 1]), 2: b"\1"},
+        ["b"],
     )
     both = one.aggregate(two)
     assert both is one
@@ -40,6 +45,7 @@ def test_results_of_all_workers_add_up():
     assert both.failures == {"a": [failure(1), failure(1, 2, 3)], "b": [failure(9)]}
     assert both.conflicts == [(0, 1), (0, 5), (1, 2)]
     assert both.stored == {1: bytes([0, 1, 0]), 2: b"\1", 3: b"\1"}, "only what all of them did"
+    assert both.without_draft == ["a", "b"]
     assert two.jobs == {2: 1, 4: 2}
 
 

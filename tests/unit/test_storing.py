@@ -9,6 +9,7 @@ from small_specs import group
 
 from kvfold.errors import PlanError
 from kvfold.vllm import metrics
+from kvfold.vllm.messages import StepResults
 
 
 @pytest.fixture
@@ -363,16 +364,68 @@ def test_what_was_loaded_is_not_stored(mixed):
         assert index_of(orders, number).keys == mixed.key(request, 3, number)
 
 
-def test_a_draft_that_was_missing_is_stored_after_a_load(mixed):
-    request = mixed.request("a", 300)
+def loaded_without_draft(mixed, name):
+    """A request whose load had no chunk of the draft, or the first of three."""
+    request = mixed.request(name, 300)
     mixed.know(request, range(3), [FULL, WINDOW, STATE])
     mixed.side.on_new_request(request)
     assert mixed.offer(request) == 192
     mixed.load_of(request, 192)
     mixed.loaded(request, 192)
-    mixed.free("a")
-    orders = mixed.step((mixed.compute(request), 108))
-    assert index_of(orders, DRAFT).keys == mixed.keys(request, range(4), DRAFT)
+    grow(mixed, name, 300)
+    return request
+
+
+def grow(mixed, name, tokens):
+    """Blocks for the rest of a request's tokens."""
+    tables = []
+    for index, table in enumerate(mixed.tables[name]):
+        span = mixed.spans[index].tokens_per_block if index in mixed.spans else tokens
+        new = max(0, -(-tokens // span) - len(table))
+        tables.append([*table, *mixed.pool.get_new_blocks(new)])
+    mixed.tables[name] = tuple(tables)
+
+
+def groups_of(orders):
+    return {order.group for order in orders.stores}
+
+
+def test_a_draft_that_was_not_loaded_is_not_stored(mixed):
+    request = loaded_without_draft(mixed, "a")
+    orders = mixed.step((request, 108))
+    assert index_of(orders, FULL).keys == mixed.key(request, 3, FULL)
+    assert DRAFT not in groups_of(orders), "not even the last chunk: it looks back on the others"
+
+
+def test_what_another_request_computes_in_the_same_blocks_is_stored(mixed):
+    mixed.free(loaded_without_draft(mixed, "a").request_id)
+    other = mixed.compute(mixed.arrive("b", 300))
+    orders = mixed.step((other, 300))
+    assert index_of(orders, DRAFT).keys == mixed.keys(other, range(4), DRAFT)
+
+
+def test_a_draft_in_blocks_that_the_engine_shares_is_as_good_as_they_are(mixed):
+    first = loaded_without_draft(mixed, "a")
+    other = mixed.arrive("b", 300)
+    assert mixed.offer(other, local=192) == 0
+    mixed.tables["b"] = mixed.tables["a"]
+    other.num_computed_tokens = 192
+    orders = mixed.step((other, 108))
+    assert groups_of(orders) >= {FULL}
+    assert DRAFT not in groups_of(orders)
+    assert first.request_id in mixed.side._requests
+
+
+def test_a_draft_whose_load_failed_is_not_stored(mixed):
+    request = mixed.request("a", 300)
+    mixed.know(request, range(3))
+    mixed.side.on_new_request(request)
+    assert mixed.offer(request) == 192
+    assert DRAFT in [part.group for part in mixed.load_of(request, 192).parts]
+    mixed.side.update(StepResults(without_draft=["a"]), set())
+    mixed.loaded(request, 192)
+    grow(mixed, "a", 300)
+    assert DRAFT not in groups_of(mixed.step((request, 108)))
 
 
 def test_a_table_that_the_engine_cut_is_stored_as_far_as_it_goes(mixed):

@@ -36,12 +36,18 @@ def load_parts(
         chunks, blocks = rows(geometry, group, tables[group.index], state.local, load.end)
         if group.optional:
             there = lookup.tiers[group.number, chunks] != 0
+            load.draft_left_out += _ids(blocks[~there])
+            load.draft_blocks += _ids(blocks[there])
             chunks, blocks = chunks[there], blocks[there]
         if len(chunks):
             joined = keys(group.number, chunks)
             parts.append(LoadPart(next(tickets), group.number, joined, blocks, group.optional))
             load.parts.append((group.number, chunks))
     return parts
+
+
+def _ids(blocks: NDArray[np.int32]) -> list[int]:
+    return [int(block) for block in blocks[blocks != NO_BLOCK]]
 
 
 def rows(

@@ -66,6 +66,7 @@ class LoadReport:
 
     req_id: str
     failures: tuple[LoadFailure, ...] = ()
+    without_draft: bool = False
 
 
 @dataclass
@@ -95,6 +96,7 @@ class _Load:
     parts: list[_Part] = field(default_factory=list)
     failures: dict[int, LoadFailure] = field(default_factory=dict)
     """By part. With the first one everything stops."""
+    without_draft: bool = False
 
 
 class Loads:
@@ -351,7 +353,7 @@ class Loads:
             "kvfold: load for %s goes on without its draft, which failed at chunk %d: %s",
             load.order.req_id, index, reason,
         )  # fmt: skip
-        part.ended = True
+        part.ended = load.without_draft = True
         self._let_go(part)
         self._end_if_complete(load)
 
@@ -386,7 +388,8 @@ class Loads:
                 del self._parts[part.order.ticket]
         if not load.failures:
             self._record(load)
-        self._report(load.order, [failure for _, failure in sorted(load.failures.items())])
+        failures = [failure for _, failure in sorted(load.failures.items())]
+        self._report(load.order, failures, without_draft=load.without_draft)
 
     def _record(self, load: _Load) -> None:
         """Digests, figures and a line about a complete load."""
@@ -412,11 +415,13 @@ class Loads:
             for i, blocks in enumerate(part.blocks.tolist()):
                 self._loaded(part.group, part.keys[32 * i : 32 * i + 32], blocks)
 
-    def _report(self, order: LoadOrder, failures: Sequence[LoadFailure]) -> None:
+    def _report(
+        self, order: LoadOrder, failures: Sequence[LoadFailure], *, without_draft: bool = False
+    ) -> None:
         if failures:
             told = (f"part {f.part} at chunk {f.index}: {f.reason}" for f in failures)
             logger.info("kvfold: load for %s failed, %s", order.req_id, "; ".join(told))
-        self._reports.append(LoadReport(order.req_id, tuple(failures)))
+        self._reports.append(LoadReport(order.req_id, tuple(failures), without_draft))
 
     @staticmethod
     def _say_done(client: TicketClient, ticket: int, callback: Callable[[bool], None]) -> None:

@@ -86,7 +86,8 @@ class StepResults(KVConnectorWorkerMetadata):
     """What workers finished since the last step.
 
     `jobs`: how many workers ended each job. `failures`: per request, those of all workers.
-    `conflicts`: (group, fragment) pairs whose replicas differed. `stored`: if anybody wants to
+    `conflicts`: (group, fragment) pairs whose replicas differed. `without_draft`: requests whose
+    load ended without an optional part. `stored`: if anybody wants to
     know, per job one byte per chunk, 1 if these workers did all they had to do for it.
     """
 
@@ -94,6 +95,7 @@ class StepResults(KVConnectorWorkerMetadata):
     failures: dict[str, list[LoadFailure]] = field(default_factory=dict)
     conflicts: list[tuple[int, int]] = field(default_factory=list)
     stored: dict[int, bytes] = field(default_factory=dict)
+    without_draft: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResults:
         """Merge another worker's results of the same step."""
@@ -102,6 +104,7 @@ class StepResults(KVConnectorWorkerMetadata):
             self.jobs[job] = self.jobs.get(job, 0) + count
         for req_id, failures in other.failures.items():
             self.failures.setdefault(req_id, []).extend(failures)
+        self.without_draft += other.without_draft
         self.conflicts = sorted({*self.conflicts, *other.conflicts})
         for job, theirs in other.stored.items():
             both = np.frombuffer(self.stored.get(job, theirs), "u1") & np.frombuffer(theirs, "u1")

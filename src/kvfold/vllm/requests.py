@@ -188,6 +188,10 @@ class Load:
     started_s: float
     disk: int = 0
     """Tokens of it that come from disk."""
+    draft_blocks: list[int] = field(default_factory=list)
+    """Blocks whose draft part it fills."""
+    draft_left_out: list[int] = field(default_factory=list)
+    """Blocks whose draft part the store does not have."""
     parts: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
 
 
@@ -195,9 +199,9 @@ class RequestState:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_s", "blocked", "failed_load", "failures", "junction", "load", "loaded",
-        "local", "lookup", "mask", "next", "next_tokens", "request", "retried", "stand_back",
-        "told",
+        "asked_s", "blocked", "cached", "draft_is_good", "failed_load", "failures", "junction",
+        "load", "loaded", "local", "lookup", "mask", "next", "next_tokens", "request", "retried",
+        "stand_back", "told",
     )  # fmt: skip
 
     def __init__(self, request: Request, geometry: Geometry) -> None:
@@ -215,6 +219,10 @@ class RequestState:
         self.retried = False
         """The shorter offer after a failure was made."""
         self.local = 0
+        self.cached = 0
+        """Tokens that it has not computed itself: hits of the engine's own, and loads."""
+        self.draft_is_good = True
+        """Its draft has looked back on nothing but proper blocks."""
         self.load: Load | None = None
         self.loaded = 0
         self.junction = 0

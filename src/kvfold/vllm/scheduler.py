@@ -181,6 +181,7 @@ class SchedulerSide:
             return 0
         if self._stands_back(state):
             return None
+        state.cached, state.draft_is_good = local, True
         now, lookup = self._clock(), state.lookup
         if lookup is None or lookup.epoch != self.epoch or self._is_stale(state, lookup, now):
             self._look_up(state)
@@ -286,6 +287,7 @@ class SchedulerSide:
         if state is not None:
             state.load = load
             self.waiting_loads += 1
+            self.storing.drafts.loaded(state, load.draft_blocks, load.draft_left_out)
         store = "" if current is None else current[0].store_id
         self._orders.loads.append(LoadOrder(number, request.request_id, store, tuple(parts)))
         if current is not None:
@@ -390,6 +392,10 @@ class SchedulerSide:
                             kind = metrics.failure_kind(failure.reason)
                             self.recorder.add(metrics.LOAD_FAILURES, 1, reason=kind)
                         self._load_failed(state, load, failure)
+            for req_id in results.without_draft:
+                state = self._requests.get(req_id)
+                if state is not None and state.load is not None:
+                    self.storing.drafts.spoil(state, state.load.draft_blocks)
             for job, count in results.jobs.items():
                 if job in results.stored:
                     self.events.reported(job, results.stored[job])
@@ -406,7 +412,7 @@ class SchedulerSide:
         self.recorder.observe(metrics.LOAD_WAIT_SECONDS, self._clock() - load.started_s)
         if state.failed_load == load.number:
             return
-        state.loaded, state.retried = load.end - state.local, False
+        state.loaded, state.retried, state.cached = load.end - state.local, False, load.end
         for group in self.geometry.groups:
             if not group.optional:
                 known = max(state.next[group.number], load.end // self.geometry.period)

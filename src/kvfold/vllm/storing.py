@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvfold import identity
 from kvfold.vllm import boundary, metrics
+from kvfold.vllm.drafts import Drafts
 from kvfold.vllm.events import Events
 from kvfold.vllm.holds import Holds
 from kvfold.vllm.messages import StoreOrder
@@ -43,6 +44,7 @@ class Storing:
         self._audit_left = [audit_chunks] * len(geometry.groups)
         self._audit_every = audit_every
         self.namespaces: Sequence[bytes] = ()
+        self.drafts = Drafts()
         # Numbers of jobs never repeat, also not after a restart of the engine or the store.
         self._numbers = itertools.count(time.time_ns())
         self._made = 0
@@ -100,6 +102,12 @@ class Storing:
             lag = g.draft_lag if group.optional and not finished else 0
             last = min((known - lag) // g.period, hashed)
             first = state.next[group.number]
+            if (
+                first < last
+                and group.optional
+                and not self._draft_is_good(state, group, tables, last)
+            ):
+                state.next[group.number] = first = last
             if first < last:
                 self._store_group(state, group, tables[group.index], first, last)
                 if finished:
@@ -107,6 +115,18 @@ class Storing:
                     self._recorder.add(metrics.CHUNKS_DROPPED, left)
             next_tokens = min(next_tokens, (state.next[group.number] + 1) * g.period + lag)
         state.next_tokens = next_tokens
+
+    def _draft_is_good(
+        self,
+        state: RequestState,
+        group: GroupGeometry,
+        tables: Sequence[Sequence[int]],
+        last: int,
+    ) -> bool:
+        """Whether a draft's chunks before chunk `last` may be stored."""
+        span = group.tokens_per_block
+        table = tables[group.index][: last * self._geometry.period // span]
+        return self.drafts.are_good(state, table, state.cached // span)
 
     def _store_group(
         self, state: RequestState, group: GroupGeometry, table: Sequence[int], first: int, last: int

@@ -280,7 +280,11 @@ class WorkerSide:
         for report in reports:
             if report.failures:
                 failures.setdefault(report.req_id, []).extend(report.failures)
-        return {r.req_id for r in reports}, StepResults(failures=failures) if failures else None
+        drafts = [report.req_id for report in reports if report.without_draft]
+        ended = {report.req_id for report in reports}
+        if not failures and not drafts:
+            return ended, None
+        return ended, StepResults(failures=failures, without_draft=drafts)
 
     def take_stores(self) -> StepResults | None:
         """Jobs that ended, each once."""
