@@ -39,7 +39,7 @@ def test_hits_before_and_after_a_restart(name, store, checkpoints, monkeypatch):
         assert warm.hit == kind.hit
         assert warm.chunks(len(kind.groups)) == list(kind.groups.values())
         assert asker.ledger.wrong(warm.loads) == set()
-        assert gap(cold.logprobs, warm.logprobs) <= kind.same
+        assert gap(cold.logprobs, warm.logprobs) <= SAME
 
     with local_engine(model, connector=store) as llm:
         assert labels(llm) == list(kind.groups)
@@ -53,7 +53,7 @@ def test_hits_before_and_after_a_restart(name, store, checkpoints, monkeypatch):
             assert lame.hit == kind.hit
             assert asker.ledger.wrong(lame.loads) == {number}, "the digests notice"
             if label.endswith("draft"):
-                assert gap(cold.logprobs, lame.logprobs) <= kind.same, "drafts change no answer"
+                assert gap(cold.logprobs, lame.logprobs) <= SAME, "drafts change no answer"
             else:
                 assert gap(cold.logprobs, lame.logprobs) > OTHER, "the answers notice"
         if FULL or kind.restart == "store":
