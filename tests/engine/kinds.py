@@ -19,8 +19,9 @@ from kvfold.testing.checkpoints import prompt
 FULL = os.environ.get("KVFOLD_TEST_FULL") == "1"
 PROMPT = prompt(1440, seed=1)
 SAME = 1e-4
-"""Logprobs differ by less, however many tokens a step computes (in float32; Qwen3-Next, which runs in
-bfloat16, says the very same)."""
+"""Logprobs differ by less, however many tokens a step computes: in float32, and as it happens also
+for Qwen3-Next, which computes in bfloat16.
+"""
 
 
 @dataclass(frozen=True)
