@@ -29,7 +29,6 @@ from kvfold.testing.virtual_shapes import (
 from kvfold.testing.virtual_store import VirtualStore
 
 REAL_V4 = Shape("deepseek v4, real", lambda heads: deepseek_v4(), layout="BLNHC")
-OPEN = pytest.mark.xfail(reason="a draft's blocks are stored whoever filled them", strict=True)
 EVERY = pytest.mark.parametrize("shape", [*SHAPES.values(), REAL_V4], ids=repr)
 
 
@@ -188,10 +187,7 @@ def test_a_shared_prefix_is_found_at_the_latest_the_third_time(shape: Shape) -> 
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(shape, marks=[OPEN] if shape.draft_tokens else [])
-        for shape in (*SHAPES.values(), REAL_V4)
-    ],
+    [pytest.param(shape) for shape in (*SHAPES.values(), REAL_V4)],
     ids=repr,
 )
 def test_a_missing_chunk_shortens_the_hit_as_far_as_it_must(shape: Shape) -> None:
@@ -211,7 +207,6 @@ def test_a_missing_chunk_shortens_the_hit_as_far_as_it_must(shape: Shape) -> Non
         world.store.chunks[key] = lost
 
 
-@OPEN
 @pytest.mark.parametrize("name", ["mla+draft", "full+window+draft"])
 def test_a_draft_never_shortens_a_hit(name: str) -> None:
     world = World(SHAPES[name])
@@ -252,7 +247,6 @@ def test_deepseek_v4_stores_no_chunk_per_four_tokens() -> None:
     assert stored < 2.5 * whole, "windows take no more than what stores every token"
 
 
-@pytest.mark.xfail(reason="a draft's blocks are stored whoever filled them")
 @settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from(list(SHAPES)),

@@ -188,9 +188,6 @@ SchedulerMachine.TestCase.settings = settings(
 )
 
 
-@pytest.mark.xfail(
-    run=False, reason="drafts that were not loaded are stored; two loads may wait for each other"
-)
 @pytest.mark.timeout(3 * 3600 if FULL else 1800)
 class TestSchedulerMachine(SchedulerMachine.TestCase):
     """The machine as a test."""

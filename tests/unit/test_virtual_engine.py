@@ -228,7 +228,6 @@ def test_a_prompt_over_half_the_pool_goes_on_after_its_load_failed() -> None:
     made.check_idle()
 
 
-@pytest.mark.xfail(reason="offers do not count what other loaded requests need yet", strict=True)
 @pytest.mark.parametrize("name", ["full+window", "full+2 windows", "deepseek v4"])
 def test_loads_do_not_wait_for_each_others_blocks(name: str) -> None:
     """vLLM reserves too few blocks for a loaded request that has windows: two of them may both
@@ -243,7 +242,6 @@ def test_loads_do_not_wait_for_each_others_blocks(name: str) -> None:
         made.check_idle()
 
 
-@pytest.mark.xfail(reason="a draft's blocks are stored whoever filled them", strict=True)
 def test_a_draft_that_was_not_loaded_is_not_stored() -> None:
     prompt = tokens(1, 100)
     store = stored("full+window+draft", [prompt])

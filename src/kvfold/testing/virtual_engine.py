@@ -31,6 +31,7 @@ from kvfold.testing.virtual_workers import VirtualWorker
 from kvfold.vllm import translate
 from kvfold.vllm.messages import StepOrders
 from kvfold.vllm.requests import Geometry
+from kvfold.vllm.room import Room
 from kvfold.vllm.scheduler import SchedulerSide
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Deadlines:
     """The settings that the engine's invariants are measured by, in seconds."""
 
     lookup_wait_s: float = 0.02
+    room_wait_s: float = 0.05
     load_s: float = 30.0
     store_s: float = 10.0
 
@@ -138,6 +140,12 @@ class VirtualEngine:
             [known.digest for known in planned.identities],
             self.current,
             lookup_wait_s=self.deadlines.lookup_wait_s,
+            room_wait_s=self.deadlines.room_wait_s,
+            room=Room(
+                translate.engine_groups(config.vllm, config.scheduler),
+                geometry.num_blocks,
+                geometry.max_step_tokens,
+            ),
             clock=self.clock,
             io=io,
         )
@@ -317,14 +325,16 @@ class VirtualEngine:
         self.store.early.clear()
 
     def _watch(self) -> None:
-        """Requests must not wait for lookups past their deadline."""
+        """Requests must not wait for lookups, and then for room, past their deadlines."""
+        most_s = self.deadlines.lookup_wait_s + self.deadlines.room_wait_s + SLACK_S
         for name, waits in self.connector.asked.items():
             if not waits:
                 self._waits.pop(name, None)
                 continue
-            since_s = self._waits.setdefault(name, self.now_s)
-            if self.now_s - since_s > self.deadlines.lookup_wait_s + SLACK_S:
-                raise StuckRequest(f"{name} waits for its lookup for {self.now_s - since_s:.4f} s")
+            # Steps in which the engine did not ask, as others were in front, are not ours.
+            waited_s = self._waits[name] = self._waits.get(name, -STEP_S) + STEP_S
+            if waited_s > most_s:
+                raise StuckRequest(f"{name} waits for an offer for {waited_s:.4f} s")
 
     def _forget(self) -> None:
         gone = self.runs.keys() - self.scheduler.requests.keys()

@@ -36,6 +36,7 @@ from kvfold.vllm.evictions import Evictions, listening_link
 from kvfold.vllm.link import StoreLink
 from kvfold.vllm.messages import Handshake, StepOrders, StepResults
 from kvfold.vllm.requests import Geometry
+from kvfold.vllm.room import Room
 from kvfold.vllm.scheduler import SchedulerSide
 from kvfold.vllm.settings import ConnectorSettings
 from kvfold.vllm.summary import summary
@@ -199,9 +200,15 @@ class KvfoldConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: link.current,
                 engine=self._engine,
                 lookup_wait_s=self._settings.lookup_wait_ms / 1e3,
+                room_wait_s=self._settings.load_deadline_s,
                 audit_chunks=self._settings.audit_chunks,
                 audit_every=self._settings.audit_every,
                 recorder=recorder,
+                room=Room(
+                    translate.engine_groups(config, self._kv_cache_config),
+                    geometry.num_blocks,
+                    geometry.max_step_tokens,
+                ),
                 evictions=evictions,
                 events=Events(
                     event_groups(agreed.plan.stored, self._kv_cache_config),

@@ -34,8 +34,8 @@ SECONDS = (
 """Upper bounds of the buckets of all histograms; what took longer is in one more."""
 
 TIERS = HOST, DISK = "host", "disk"
-MISSES = ABSENT, LATE, NO_STORE, SKIPPED, FAILED, ADAPTER, DISABLED = (
-    "absent", "late", "no_store", "skipped", "failed", "adapter", "disabled",
+MISSES = ABSENT, LATE, NO_STORE, SKIPPED, FAILED, NO_ROOM, ADAPTER, DISABLED = (
+    "absent", "late", "no_store", "skipped", "failed", "no_room", "adapter", "disabled",
 )  # fmt: skip
 FAILURES = ("store_gone", "late", "lost", "corrupt", "disk", "unpinned", "reset", "other")
 _FAILURE_TEXTS = (
@@ -78,8 +78,9 @@ MISSED_REQUESTS = Metric(
     "missed_requests", "counter",
     "Requests that were offered nothing: the store has nothing of them (absent), its answer did "
     "not come in time (late), there is no store (no_store), the request asks for no cached tokens "
-    "(skipped), loads of it failed twice (failed), the files of its adapter are not known "
-    "(adapter), the engine stores nothing any more (disabled).",
+    "(skipped), loads of it failed twice (failed), the engine had no room for one more load "
+    "(no_room), the files of its adapter are not known (adapter), the engine stores nothing any "
+    "more (disabled).",
     "reason", MISSES,
 )  # fmt: skip
 LOADS = Metric("loads", "counter", "Loads ordered.")

@@ -199,9 +199,9 @@ class RequestState:
     """What is known of one request."""
 
     __slots__ = (
-        "asked_s", "blocked", "cached", "draft_is_good", "failed_load", "failures", "junction",
-        "load", "loaded", "local", "lookup", "mask", "next", "next_tokens", "request", "retried",
-        "stand_back", "told",
+        "asked_s", "blocked", "cached", "draft_is_good", "failed_load", "failures", "full_s",
+        "junction", "load", "loaded", "local", "lookup", "mask", "next", "next_tokens", "request",
+        "retried", "stand_back", "told",
     )  # fmt: skip
 
     def __init__(self, request: Request, geometry: Geometry) -> None:
@@ -223,6 +223,8 @@ class RequestState:
         """Tokens that it has not computed itself: hits of the engine's own, and loads."""
         self.draft_is_good = True
         """Its draft has looked back on nothing but proper blocks."""
+        self.full_s: float | None = None
+        """Since when an offer waits for blocks that other loads will need."""
         self.load: Load | None = None
         self.loaded = 0
         self.junction = 0

@@ -29,6 +29,7 @@ from kvfold.vllm.io_thread import IoThread
 from kvfold.vllm.loading import disk_tokens, load_parts
 from kvfold.vllm.messages import LoadFailure, LoadOrder, LoadPart, StepOrders, StepResults
 from kvfold.vllm.requests import NEVER, Geometry, Load, Lookup, RequestState
+from kvfold.vllm.room import Room
 from kvfold.vllm.storing import Storing, masked
 from kvfold.vllm.why import Told
 
@@ -76,16 +77,19 @@ class SchedulerSide:
         *,
         engine: str = "",
         lookup_wait_s: float = 0.02,
+        room_wait_s: float = 30.0,
         audit_chunks: int = 4,
         audit_every: int = 256,
         clock: Callable[[], float] = time.monotonic,
         io: IoThread | None = None,
         recorder: metrics.Recorder | None = None,
         events: Events | None = None,
+        room: Room | None = None,
         evictions: Evictions | None = None,
     ) -> None:
         self.geometry, self._digests, self._current = geometry, tuple(digests), current
         self._engine, self._lookup_wait_s, self._clock = engine, lookup_wait_s, clock
+        self._room_wait_s = room_wait_s
         self.recorder = recorder or metrics.Recorder()
         self.enabled = True
         self.epoch = b""
@@ -103,10 +107,11 @@ class SchedulerSide:
         self._evictions = evictions
         self._requests: dict[str, RequestState] = {}
         self.waiting_loads = 0
+        self.room = room or Room((), geometry.num_blocks, geometry.max_step_tokens)
         self._adapters = Adapters()
         # Numbers of tickets never repeat, also not after a restart of the engine or the store.
         self._tickets = itertools.count(time.time_ns())
-        self._io = io or IoThread()
+        self._io = IoThread() if io is None else io
         self._set_namespaces()
 
     def _set_namespaces(self) -> None:
@@ -203,7 +208,14 @@ class SchedulerSide:
         if state.failures > 1 or lookup.boundary <= local:
             self._tell(state, self._why_nothing(state, local), local)
             return 0
-        state.retried = state.failures > 0
+        again = state.failures > 0
+        if not self.room.has(request.num_tokens, lookup.boundary, again=again):
+            state.full_s = now if state.full_s is None else state.full_s
+            if not self.room.empty and now - state.full_s < self._room_wait_s:
+                return None
+            self._tell(state, "no_room", local)
+            return 0
+        state.full_s, state.retried = None, again
         return lookup.boundary - local
 
     def _stands_back(self, state: RequestState) -> bool:
@@ -287,6 +299,7 @@ class SchedulerSide:
         if state is not None:
             state.load = load
             self.waiting_loads += 1
+            self.room.hold(request.request_id, request.num_tokens, end)
             self.storing.drafts.loaded(state, load.draft_blocks, load.draft_left_out)
         store = "" if current is None else current[0].store_id
         self._orders.loads.append(LoadOrder(number, request.request_id, store, tuple(parts)))
@@ -335,6 +348,7 @@ class SchedulerSide:
                 if (state := self._requests.get(req_id)) is not None:
                     self._guarded(state, self.storing.hand_over, state, handed)
             for req_id, new_tokens in scheduler_output.num_scheduled_tokens.items():
+                self.room.release(req_id)
                 state = self._requests.get(req_id)
                 if state is None:
                     continue
@@ -368,6 +382,7 @@ class SchedulerSide:
     def request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Order what could not be held before, as far as it can be now; forget the request."""
         state = self._requests.pop(request.request_id, None)
+        self.room.release(request.request_id)
         if state is None:
             return
         if state.load is not None:  # aborted: nothing waits for it any more
@@ -411,6 +426,7 @@ class SchedulerSide:
         self.waiting_loads -= 1
         self.recorder.observe(metrics.LOAD_WAIT_SECONDS, self._clock() - load.started_s)
         if state.failed_load == load.number:
+            self.room.hold(state.request.request_id, state.request.num_tokens, 0)
             return
         state.loaded, state.retried, state.cached = load.end - state.local, False, load.end
         for group in self.geometry.groups:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
@@ -24,6 +25,7 @@ from kvfold import identity
 from kvfold.errors import FormatError, PlanError
 from kvfold.mesh import Mesh
 from kvfold.vllm.agreement import Agreed, agree
+from kvfold.vllm.room import EngineGroup
 from kvfold.vllm.translate_layers import (
     kind,
     layer_record,
@@ -31,6 +33,7 @@ from kvfold.vllm.translate_layers import (
     pages,
     participates,
     stored_layers,
+    window_tokens,
 )
 from kvfold.vllm.translate_versions import (
     SUPPORTED,
@@ -308,6 +311,29 @@ def random_hash_seed(config: VllmConfig) -> bool:
 def hash_bytes(config: VllmConfig) -> int:
     """Bytes of one block hash."""
     return 16 if "xx" in str(config.cache_config.prefix_caching_hash_algo) else 32
+
+
+def engine_groups(config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[EngineGroup]:
+    """What a request holds of each of the engine's groups, also of those that are not stored."""
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+
+    dcp = config.parallel_config.decode_context_parallel_size
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        span = int(resolve_dcp_kv_block_size(spec, dcp))
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = spec.first_spec
+        window = window_tokens(spec)
+        if isinstance(spec, MambaSpec):
+            found.append(EngineGroup("state", span))
+        elif isinstance(spec, CircularBufferSpec):
+            found.append(EngineGroup("ring", span))
+        elif window is not None:
+            found.append(EngineGroup("window", span, window))
+        else:
+            found.append(EngineGroup("all", span))
+    return found
 
 
 def draft_lag(config: VllmConfig) -> int:

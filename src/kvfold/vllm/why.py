@@ -18,6 +18,7 @@ REASONS = {
     "skipped": "the request asks for no cached tokens",
     "late": "the store's answer did not come in time (lookup_wait_ms)",
     "no_store": "there is no store at the moment",
+    "no_room": "the engine had no room for one more load",
     "failed": "loads of it failed twice",
     "adapter": "the files of its adapter are not known, or have changed while the engine runs",
     "local": "the engine's own cache has all of it",
@@ -86,9 +87,12 @@ class Told:
             "found_tokens": self.boundary,
             "offered_tokens": max(0, self.boundary - self.local),
             "loaded_tokens": self.loaded,
-            "outcome": {"absent": "missed", "adapter": "missed", "no_store": "no store"}.get(
-                outcome, outcome
-            ),
+            "outcome": {
+                "absent": "missed",
+                "adapter": "missed",
+                "no_room": "missed",
+                "no_store": "no store",
+            }.get(outcome, outcome),
             "reason": REASONS.get(self.outcome, misses[0]["reason"] if misses else ""),
             "misses": misses,
         }
