@@ -24,7 +24,7 @@ from typing import Any
 
 from kvfold.testing import checkpoints, leaks
 from kvfold.testing.chaos_check import Bytes, Errors, tracebacks
-from kvfold.testing.chaos_engine import Request, figures
+from kvfold.testing.chaos_engine import Request, Stuck, figures
 from kvfold.testing.chaos_faults import Faults
 from kvfold.testing.chaos_oracle import judge
 from kvfold.testing.chaos_report import Report
@@ -32,7 +32,7 @@ from kvfold.testing.chaos_stretch import Stretch
 from kvfold.testing.chaos_talk import Talks, deck, operations
 from kvfold.testing.engines import local_engine
 
-STRETCH_S = 150.0
+STRETCH_S = 60.0
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"block_size": 32, "num_gpu_blocks_override": 56},
     "gemma3": {"block_size": 32, "num_gpu_blocks_override": 110},
@@ -98,9 +98,13 @@ class Run:
                     late = time.monotonic() - begun_s > length_s
                     return not late or report.operations < self._least
 
-                stretch.run(self._steps, goes_on)
-                spent_s = time.monotonic() - begun_s
-                stretch.check_end(self._runtime)
+                try:
+                    stretch.run(self._steps, goes_on)
+                    spent_s = time.monotonic() - begun_s
+                    stretch.check_end(self._runtime)
+                except Stuck as error:
+                    spent_s = time.monotonic() - begun_s
+                    report.problems.append(str(error))
                 report.count(before, figures(llm))
         finally:
             faults.heal()

@@ -116,8 +116,18 @@ class Stepper:
         deadline = time.monotonic() + self.patience_s
         while not holds():
             if time.monotonic() > deadline:
-                raise Stuck(f"{what}: not within {self.patience_s:g} s")
+                raise Stuck(f"{what} did not come: {self.story()}")
             self.step()
+
+    def story(self) -> str:
+        """What the engine's requests wait for, for people."""
+        manager = self.scheduler.kv_cache_manager
+        told = [
+            f"{r.request_id} {r.status.name}, {r.num_computed_tokens} of {r.num_tokens} tokens, "
+            f"{[len(blocks) for blocks in manager.get_blocks(r.request_id).blocks]} blocks"
+            for r in self.scheduler.requests.values()
+        ]
+        return "; ".join([*told, f"{self.pool.get_num_free_blocks()} blocks are free"])
 
     def answer(self, prompt: Sequence[int], tokens: int = 8, **how: Any) -> Request:
         """Ask and step until the answer is complete."""

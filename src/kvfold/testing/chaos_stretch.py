@@ -51,8 +51,8 @@ class Stretch:
                     self._armed.append(step.do)
             for _ in range(step.steps):
                 self._step()
-        for fault in self._armed:
-            self._inject(fault)
+        while self._armed:
+            self._inject(self._armed.pop())
         self._until(lambda: not self.stepper.running, "the last answers")
         self._faults.heal()
 
@@ -133,10 +133,7 @@ class Stretch:
         deadline = time.monotonic() + (within_s or self.stepper.patience_s)
         while not holds():
             if time.monotonic() > deadline:
-                waiting = [
-                    vars(r) | {"prompt": len(r.prompt)} for r in self.stepper.running.values()
-                ]
-                raise Stuck(f"{what} did not come: {waiting}")
+                raise Stuck(f"{what} did not come: {self.stepper.story()}")
             self._step()
 
     # -- the end -------------------------------------------------------------------------------
