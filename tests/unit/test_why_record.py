@@ -30,8 +30,8 @@ def only(bench):
 
 def test_a_miss_names_the_first_chunk_of_each_group_that_limits(mixed):
     request = mixed.request("a", 300)
-    mixed.know(request, range(2), [FULL])
-    mixed.know(request, [3], [WINDOW])
+    mixed.know(request, range(1, 4), [FULL])
+    mixed.know(request, range(4), [WINDOW])
     mixed.side.on_new_request(request)
     before = time.time()
     assert mixed.offer(request) == 0
@@ -45,13 +45,13 @@ def test_a_miss_names_the_first_chunk_of_each_group_that_limits(mixed):
     }  # fmt: skip
     assert misses == [
         {
-            "group": FULL, "group_name": "0 full_attention", "chunk": 2, "first_token": 128,
-            "last_token": 192, "key": mixed.key(request, 2, FULL).hex(),
+            "group": FULL, "group_name": "0 full_attention", "chunk": 0, "first_token": 0,
+            "last_token": 64, "key": mixed.key(request, 0, FULL).hex(),
             "namespace": namespace(FULL).hex(), "reason": "not stored",
         },
         {
-            "group": STATE, "group_name": "3 gdn", "chunk": 3, "first_token": 128,
-            "last_token": 256, "key": mixed.key(request, 3, STATE).hex(),
+            "group": STATE, "group_name": "3 gdn", "chunk": 0, "first_token": 0,
+            "last_token": 64, "key": mixed.key(request, 0, STATE).hex(),
             "namespace": namespace(STATE).hex(), "reason": "no state is stored for a hit there",
         },
     ]  # fmt: skip
@@ -79,8 +79,8 @@ def test_a_window_that_is_not_stored_is_named_with_its_tokens(mixed):
     mixed.offer(request)
     record = only(mixed)
     (miss,) = record["misses"]
-    assert (miss["group"], miss["chunk"]) == (WINDOW, 3)
-    assert (miss["first_token"], miss["last_token"]) == (224, 256)
+    assert (miss["group"], miss["chunk"]) == (WINDOW, 0), "what one more chunk would need"
+    assert (miss["first_token"], miss["last_token"]) == (32, 64)
     assert record["reason"] == miss["reason"] == "no window is stored for a hit there"
 
 

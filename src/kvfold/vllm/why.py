@@ -68,7 +68,9 @@ class Told:
         keys: Callable[[int, NDArray[np.int64]], bytes],
     ) -> dict[str, Any]:
         """The record that `kvfold why` shows; docs/protocol.md lists its fields."""
-        limit = self.tokens - 1
+        period = geometry.period
+        reached = max(self.boundary, self.local) // period * period
+        limit = min(self.tokens - 1, reached + period)  # what a hit of one more chunk lacks
         misses = []
         if self.tiers is not None:
             for group, chunk in boundary.missing(geometry, self.tiers, self.local, limit):
