@@ -416,6 +416,17 @@ def test_a_draft_in_blocks_that_the_engine_shares_is_as_good_as_they_are(mixed):
     assert first.request_id in mixed.side._requests
 
 
+def test_holes_in_tables_spoil_nothing(mixed):
+    request = loaded_without_draft(mixed, "a")
+    full, *others = mixed.tables["a"]
+    mixed.tables["a"] = ([*full[:-1], mixed.null], *others)
+    mixed.step((request, 108))
+    other = mixed.compute(mixed.arrive("b", 300))
+    mixed.tables["b"] = ([mixed.null, *mixed.tables["b"][0][1:]], *mixed.tables["b"][1:])
+    orders = mixed.step((other, 300))
+    assert index_of(orders, DRAFT).keys == mixed.keys(other, range(1, 4), DRAFT)
+
+
 def test_a_draft_whose_load_failed_is_not_stored(mixed):
     request = mixed.request("a", 300)
     mixed.know(request, range(3))

@@ -212,6 +212,7 @@ class VirtualWorker:
             self._fail(load, place, load.copied[place], reason)
             return
         load.ended[place] = True
+        self._results.without_draft.append(load.order.req_id)
         self._store.done(load.order.parts[place].ticket, self.rank)
         if all(load.ended):
             self._finish(load)
@@ -233,7 +234,7 @@ class VirtualWorker:
         finished, self._finished = self._finished, set()
         results, self._results = self._results, StepResults()
         failed = set(results.failures)
-        told = results if results.jobs or results.failures else None
+        told = results if results != StepResults() else None
         return finished, failed, told
 
 

@@ -12,6 +12,10 @@ from collections.abc import Iterable, Sequence
 from kvfold.vllm.requests import RequestState
 
 
+HOLE = 0
+"""In the engine's tables: no block."""
+
+
 class Drafts:
     """The blocks of one engine whose draft part is not that of their tokens."""
 
@@ -38,4 +42,5 @@ class Drafts:
             self._spoilt.difference_update(table[cached:])
         else:
             self._spoilt.update(table[cached:])
+            self._spoilt.discard(HOLE)
         return state.draft_is_good
