@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -65,6 +65,8 @@ class Recording(Stepper):
 class Gate:
     """Holds back calls of a method, on whatever thread they are made, until it is opened."""
 
+    made: ClassVar[list[Gate]] = []
+
     def __init__(self, patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
         self._open, self.waiting = threading.Event(), threading.Event()
         original = getattr(owner, name)
@@ -76,9 +78,16 @@ class Gate:
             return original(*args, **kwargs)
 
         patch.setattr(owner, name, gated)
+        Gate.made.append(self)
 
     def open(self) -> None:
         self._open.set()
+
+    @classmethod
+    def open_all(cls) -> None:
+        """Also when a test fails: an engine ends only when its copies do."""
+        while cls.made:
+            cls.made.pop().open()
 
 
 def wait_for(holds: Callable[[], Any], what: str) -> None:

@@ -10,17 +10,15 @@ _calls: Counter[str] = Counter()
 
 
 class Counting:
-    """Methods for vLLM's worker (`worker_extension_cls`), which in a TP1 engine shares the process
-    of the engine's core."""
+    """Methods for vLLM's worker (`worker_extension_cls`), which takes part in every step, also in
+    those that compute nothing."""
 
     def calls(self) -> dict[str, int]:
-        """Scheduler steps and calls of the connector for each, since the first call of this."""
+        """Steps, and calls of the connector in this process, since the first call of this."""
         if not _calls:
-            from vllm.v1.core.sched.scheduler import Scheduler
-
             from kvfold.vllm.connector import KvfoldConnector
 
-            _count("steps", Scheduler, "schedule")
+            _count("steps", type(self), "execute_model")
             for name in ("build_connector_meta", "update_connector_output", "start_load_kv"):
                 _count("connector", KvfoldConnector, name)
         return dict(_calls)
