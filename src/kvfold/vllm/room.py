@@ -55,10 +55,11 @@ class Room:
                     total += min(whole, -(-group.look_back // span) + -(-left // span) + 2)
         return total
 
-    def has(self, tokens: int, end: int, *, again: bool) -> bool:
+    def has(self, request: str, tokens: int, end: int, *, again: bool) -> bool:
         """Whether a request of `tokens` may load the first `end`; `again`: after a failed load."""
+        others = sum(blocks for name, blocks in self._held.items() if name != request)
         own = self.most_blocks(tokens, end) * (2 if again else 1)
-        return sum(self._held.values()) + own <= self._blocks
+        return others + own <= self._blocks
 
     @property
     def empty(self) -> bool:

@@ -209,9 +209,10 @@ class SchedulerSide:
             self._tell(state, self._why_nothing(state, local), local)
             return 0
         again = state.failures > 0
-        if not self.room.has(request.num_tokens, lookup.boundary, again=again):
+        if not self.room.has(request.request_id, request.num_tokens, lookup.boundary, again=again):
             state.full_s = now if state.full_s is None else state.full_s
-            if not self.room.empty and now - state.full_s < self._room_wait_s:
+            # Those whose loads failed would only wait for each other's reservations.
+            if not again and not self.room.empty and now - state.full_s < self._room_wait_s:
                 return None
             self._tell(state, "no_room", local)
             return 0
