@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from kvfold.vllm.requests import RequestState
 
-
 HOLE = 0
 """In the engine's tables: no block."""
 
