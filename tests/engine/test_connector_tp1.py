@@ -251,18 +251,12 @@ def test_bad_settings_name_the_field(extra, named):
     assert caught.value.value == extra.get(named, caught.value.value)
 
 
-@pytest.mark.parametrize(
-    ("engine_args", "named"),
-    [({"enable_lora": True}, "lora_config"), ({"kv_role": "kv_producer"}, "kv_role")],
-)
-def test_what_is_not_supported_is_refused_by_name(llama_kv2, store, engine_args, named):
+def test_what_is_not_supported_is_refused_by_name(llama_kv2, store):
     from kvfold.testing.engines import kv_transfer_config
 
-    transfer = kv_transfer_config(store)
-    if "kv_role" in engine_args:
-        engine_args = {"kv_transfer_config": {**transfer, **engine_args}}
+    transfer = {**kv_transfer_config(store), "kv_role": "kv_producer"}
     with (
-        pytest.raises(Exception, match=named),
-        local_engine(llama_kv2, connector=store, engine_args=engine_args),
+        pytest.raises(Exception, match="kv_role"),
+        local_engine(llama_kv2, connector=store, engine_args={"kv_transfer_config": transfer}),
     ):
         pass

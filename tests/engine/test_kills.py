@@ -1,6 +1,7 @@
 """Stores, engines and workers killed at random times while they store or load, and what is left.
 
-`KVFOLD_KILLS` is the number of kills of each kind (default 10), `KVFOLD_SEED` draws their moments.
+`KVFOLD_KILLS` is the number of kills of each kind (4, or 10 with `KVFOLD_TEST_FULL`), and
+`KVFOLD_SEED` draws their moments.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from killing import (
 from kvfold.testing.checkpoints import llama
 from kvfold.testing.engines import Engine
 
-KILLS = int(os.environ.get("KVFOLD_KILLS", "10"))
+KILLS = int(os.environ.get("KVFOLD_KILLS", "10" if os.environ.get("KVFOLD_TEST_FULL") else "4"))
 SEED = int(os.environ.get("KVFOLD_SEED", "1"))
 BATCHES = [batch(number) for number in range(2 + (KILLS + 1) // 2)]
 """Two for measuring; any other for a kill while it is stored, and one while it is loaded."""
