@@ -189,7 +189,7 @@ class Asker:
         stored_all(self.settings)
         (output,) = result["outputs"]
         assert output["finish_reason"] == "length"
-        name = "prompt_tokens_cached_by_source/"
+        name = "kvfold_hit_tokens/"
         host, disk = (
             result["counters"][name + tier] - before.get(name + tier, 0)
             for tier in ("host", "disk")

@@ -52,7 +52,8 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], **options: Any) -> dict
 
 
 def counters(llm: Any) -> dict[str, int]:
-    """Return vLLM's counters by name without "vllm:"; those by source as "name/source"."""
+    """Return vLLM's counters by name without "vllm:"; those by source as "name/source", those by
+    tier both in all and as "name/tier"."""
     totals: dict[str, int] = {}
     for metric in llm.get_metrics():
         value = getattr(metric, "value", None)
@@ -61,6 +62,9 @@ def counters(llm: Any) -> dict[str, int]:
         name = metric.name.removeprefix("vllm:")
         if "source" in metric.labels:
             name = f"{name}/{metric.labels['source']}"
+        if "tier" in metric.labels:
+            tier = f"{name}/{metric.labels['tier']}"
+            totals[tier] = totals.get(tier, 0) + value
         totals[name] = totals.get(name, 0) + value
     return totals
 
