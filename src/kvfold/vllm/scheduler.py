@@ -13,24 +13,24 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvfold import identity
 from kvfold.vllm import boundary, metrics, translate
-from kvfold.vllm.adapters import Adapters
 from kvfold.vllm.events import Events
 from kvfold.vllm.evictions import Evictions
 from kvfold.vllm.holds import Holds
 from kvfold.vllm.io_thread import IoThread
 from kvfold.vllm.loading import disk_tokens, load_parts
+from kvfold.vllm.lookups import LookupClient, Lookups
 from kvfold.vllm.messages import LoadFailure, LoadOrder, LoadPart, StepOrders, StepResults
 from kvfold.vllm.requests import NEVER, Geometry, Load, Lookup, RequestState
 from kvfold.vllm.room import Room
-from kvfold.vllm.storing import Storing, masked
+from kvfold.vllm.storing import Storing
 from kvfold.vllm.why import Told
 
 if TYPE_CHECKING:
@@ -40,30 +40,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # with vLLM's handlers and level
 
-LOOKUP_DEADLINE_S = 5.0
-"""The I/O thread gives up on a lookup after this; the request has long gone on without."""
 IDLE_PAUSE_S = 0.001
 """Rest of a step without tokens. The engine makes those while it waits for a lookup, a load or the
 last store; workers that spin from one to the next would keep the store and our threads from the
 cores that they wait for."""
-MAX_CHUNKS = 65_536
-"""Chunks of one ticket or job at most; a longer prefix is offered up to here."""
 LOOKUP_FRESH_S = 0.5
 """A lookup that found less than everything is repeated if the request is asked again this much
 later.
 """
-
-
-class LookupClient(Protocol):
-    """The part of the store's client that the scheduler needs."""
-
-    store_id: str
-
-    def lookup(self, keys: bytes, timeout_s: float) -> bytes: ...
-    def open_ticket(
-        self, ticket: int, group: int, namespace: bytes, keys: bytes, readers: int
-    ) -> None: ...
-    def tell(self, request: str, record: Mapping[str, Any]) -> None: ...
 
 
 class SchedulerSide:
@@ -108,10 +92,10 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self.waiting_loads = 0
         self.room = room or Room((), geometry.num_blocks, geometry.max_step_tokens)
-        self._adapters = Adapters()
         # Numbers of tickets never repeat, also not after a restart of the engine or the store.
         self._tickets = itertools.count(time.time_ns())
         self._io = IoThread() if io is None else io
+        self._lookups = Lookups(geometry, current, self._io, self.recorder, clock)
         self._set_namespaces()
 
     def _set_namespaces(self) -> None:
@@ -128,43 +112,6 @@ class SchedulerSide:
 
     # -- lookups -------------------------------------------------------------------------------
 
-    def _look_up(self, state: RequestState) -> None:
-        g = self.geometry
-        lookup = state.lookup = Lookup(self.epoch, self._clock())
-        per = g.hashes_per_chunk
-        hashes = state.request.block_hashes[per - 1 : MAX_CHUNKS * per : per]
-        if not hashes:
-            lookup.tiers = np.zeros((len(g.groups), 0), dtype=np.uint8)
-            lookup.looked_s = lookup.asked_s
-            return
-        self.recorder.add(metrics.LOOKUP_TOKENS, len(hashes) * g.period)
-        self._io.put(partial(self._ask_store, state, lookup, b"".join(hashes), self.namespaces))
-
-    def _ask_store(
-        self, state: RequestState, lookup: Lookup, hashes: bytes, namespaces: Sequence[bytes]
-    ) -> None:
-        """On the I/O thread."""
-        groups, hash_bytes = len(namespaces), self.geometry.hash_bytes
-        tiers = np.zeros((groups, len(hashes) // hash_bytes), dtype=np.uint8)
-        current = self._current()
-        wanted = state.lookup is lookup and self._clock() - lookup.asked_s < LOOKUP_DEADLINE_S
-        try:
-            adapter = translate.adapter(state.request)
-            if adapter is not None:
-                state.mask = self._adapters.mask(*adapter)
-            mask = state.mask
-            if current is not None and wanted and mask is not None:
-                keys = b"".join(
-                    identity.chunk_keys(masked(namespace, mask), hashes, hash_bytes)
-                    for namespace in namespaces
-                )
-                answer = current[0].lookup(keys, LOOKUP_DEADLINE_S)
-                tiers = np.frombuffer(bytearray(answer), dtype=np.uint8).reshape(groups, -1)
-        finally:
-            lookup.looked_s = self._clock()
-            self.recorder.observe(metrics.LOOKUP_SECONDS, lookup.looked_s - lookup.asked_s)
-            lookup.tiers = tiers
-
     def on_new_request(self, request: Request) -> None:
         """Start the lookup of a request that arrived."""
         state = self._requests[request.request_id] = RequestState(request, self.geometry)
@@ -175,9 +122,11 @@ class SchedulerSide:
         elif request.skip_reading_prefix_cache:
             self._tell(state, "skipped")
             if state.mask is None:
-                self._look_up(state)  # for the mask: what it computes can still be stored
+                self._lookups.ask(
+                    state, self.epoch, self.namespaces
+                )  # for the mask: what it computes can still be stored
         else:
-            self._look_up(state)
+            self._lookups.ask(state, self.epoch, self.namespaces)
 
     def offer(self, request: Request, local: int) -> int | None:
         """Tokens that can be loaded beyond `local`; None: ask again in the next step."""
@@ -189,7 +138,7 @@ class SchedulerSide:
         state.cached, state.draft_is_good = local, True
         now, lookup = self._clock(), state.lookup
         if lookup is None or lookup.epoch != self.epoch or self._is_stale(state, lookup, now):
-            self._look_up(state)
+            self._lookups.ask(state, self.epoch, self.namespaces)
             state.asked_s = None
             lookup = state.lookup
         assert lookup is not None
