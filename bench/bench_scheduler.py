@@ -11,6 +11,7 @@ import json
 import logging
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ def shape(groups: int, block: int) -> Shape:
     return Shape(f"bench {groups} {block}", lambda heads: named(full(block, heads), *windows))
 
 
-class Loop:
+class Loop(ABC):
     """An engine's loop without a model: every request says the same token for ever."""
 
     def __init__(self, config: VirtualConfig) -> None:
@@ -103,6 +104,7 @@ class Loop:
             block_hasher=self._hasher,
         )
 
+    @abstractmethod
     def aside(self) -> None:
         """What the connector does beside the loop."""
 
@@ -129,9 +131,9 @@ class Loop:
         )
         return int(output.total_num_scheduled_tokens)
 
+    @abstractmethod
     def results(self, meta: Any) -> KVConnectorOutput:
         """What a worker that copies at once reports."""
-        raise NotImplementedError
 
     def finish(self) -> None:
         """Step until nothing is left."""
@@ -150,6 +152,9 @@ class VllmLoop(Loop):
             finished_recving=loaded or None,
             kv_connector_worker_meta=OffloadingWorkerMetadata(jobs) if jobs else None,
         )
+
+    def aside(self) -> None:
+        """Nothing: all of it runs in the loop."""
 
 
 class Client:

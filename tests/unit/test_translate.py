@@ -32,6 +32,7 @@ from vllm_configs import (
 from kvfold.errors import PlanError
 from kvfold.mesh import Mesh
 from kvfold.vllm import translate
+from kvfold.vllm.agreement import agree
 
 
 def ring():
@@ -142,7 +143,7 @@ def test_the_alignment_of_hits_is_the_engine_s_or_a_hash():
 
 
 def test_a_record_is_what_the_plan_is_built_from():
-    agreed = translate.agree([recorded(kv=hybrid(cache_hit_alignment_tokens=32))])
+    agreed = agree([recorded(kv=hybrid(cache_hit_alignment_tokens=32))])
     assert agreed.period_tokens == 32
     assert [(g.index, g.is_draft) for g in agreed.plan.stored] == [
         (0, False),

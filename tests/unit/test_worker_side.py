@@ -250,7 +250,7 @@ def make_side(monkeypatch, tmp_path, rank=0, events=False):
     monkeypatch.setattr(worker, "StoreLink", Link)
     monkeypatch.setattr(worker.translate, "pages", lambda caches, config: caches)
     monkeypatch.setattr(worker.translate, "stage_record", lambda *args: {"rank": args[-1]})
-    monkeypatch.setattr(worker.translate, "agree", lambda records: AGREED)
+    monkeypatch.setattr(worker, "agree", lambda records: AGREED)
     monkeypatch.setattr(worker.translate, "events_enabled", lambda config: events)
     monkeypatch.setattr(worker.translate, "random_hash_seed", lambda config: False)
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e"))

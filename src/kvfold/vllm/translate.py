@@ -1,6 +1,7 @@
 """Everything that depends on vLLM's version: its configuration in, kvfold's terms out.
 
-Written for vLLM 0.32. No other module but `translate_layers` reads a vLLM configuration or spec.
+Written for vLLM 0.31 and 0.32. Besides `translate_layers` and `translate_versions` no module reads
+a vLLM configuration or spec.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
 from kvfold import identity
 from kvfold.errors import FormatError, PlanError
 from kvfold.mesh import Mesh
-from kvfold.vllm.agreement import Agreed, agree
 from kvfold.vllm.room import EngineGroup
 from kvfold.vllm.translate_layers import (
     kind,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["SUPPORTED", "Agreed", "agree", "hit_sources", "pages"]
+__all__ = ["SUPPORTED", "hit_sources", "pages"]
 
 VOLATILE_CONFIG_FIELDS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Fields of a model's config that do not shape its KV cache, or that the identity has elsewhere."""

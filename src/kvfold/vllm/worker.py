@@ -22,7 +22,7 @@ from kvfold.errors import StoreGone
 from kvfold.plan import GroupPlan
 from kvfold.store.client import NO_FRAGMENT, Group, Role, StoreClient
 from kvfold.vllm import translate
-from kvfold.vllm.agreement import Agreed, copies_bytes
+from kvfold.vllm.agreement import Agreed, agree, copies_bytes
 from kvfold.vllm.link import Peer, StoreLink
 from kvfold.vllm.loads import Loads
 from kvfold.vllm.messages import Handshake, LoadFailure, StepOrders, StepResults
@@ -202,7 +202,7 @@ class WorkerSide:
 
     def agree(self, records: Sequence[dict[str, Any]]) -> None:
         """Build the plan that all workers' records say, and connect. Raises as `register`."""
-        agreed = translate.agree(records)
+        agreed = agree(records)
         self.handshake = Handshake(json.dumps(self._record, sort_keys=True), agreed.fingerprint)
         self._copies = copies = ChunkCopies(agreed, self.rank, self._pages)
         digests = None
